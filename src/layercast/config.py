@@ -1,0 +1,110 @@
+"""The one frozen set of settings, and the only file that reads the environment.
+
+Does not know what the settings do; rooms receive values, never this module's sources.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layercast.errors import BadSetting, UnknownSetting
+
+ENV_PREFIX = "LAYERCAST_"
+MAX_DEFAULT_HOST_BYTES = 16 << 30
+
+
+def _default_host_bytes() -> int:
+    """An eighth of the machine's memory, at most 16 GiB."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory // 8, MAX_DEFAULT_HOST_BYTES)
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one engine; every field is a key a user may set."""
+
+    use_layerwise: bool = True
+    """False moves all layers as one window (bulk); the tokens are the same."""
+    backend: str = "host"
+    """Where pooled KV lives. "host" is the slab in this process."""
+    layerwise_window: int = 1
+    """Layers moved and signalled together (1 = pure layerwise)."""
+    layerwise_prefetch_layers: int = 4
+    """Windows in flight ahead of compute (depth)."""
+    layerwise_max_transfer_blocks: int = 0
+    """Most blocks in one batch handed to a mover; 0 = no limit."""
+    layerwise_max_transfer_bytes: int = 0
+    """Most bytes in one batch handed to a mover; 0 = no limit."""
+    host_bytes: int = msgspec.field(default_factory=_default_host_bytes)
+    """Size of the slab, per rank."""
+    save_decode_cache: bool = True
+    """Whether KV of generated tokens is saved."""
+    discard_partial_chunks: bool = True
+    """The pool keeps whole blocks only."""
+    kv_recompute_threshold: int = 64
+    """A hit of fewer tokens than this is recomputed rather than loaded."""
+    layer_wait_ms: int = 10_000
+    """Longest wait for one layer; after it the request is recomputed."""
+    push_timeout_s: float = 60.0
+    """Longest life of a push from its offer to its landing."""
+    lease_s: float = 60.0
+    """How long blocks promised to a request stay where they are."""
+    verify: bool = True
+    """Compare a digest of every landed layer with the one taken at saving."""
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value < least:
+                raise BadSetting(f"{name} = {value}: the least value is {least}")
+        if self.backend != "host":
+            raise BadSetting(f"backend = {self.backend!r}: known backends: 'host'")
+
+
+_LEAST = {
+    "layerwise_window": 1,
+    "layerwise_prefetch_layers": 1,
+    "layerwise_max_transfer_blocks": 0,
+    "layerwise_max_transfer_bytes": 0,
+    "host_bytes": 1,
+    "kv_recompute_threshold": 0,
+    "layer_wait_ms": 1,
+    "push_timeout_s": 0.001,
+    "lease_s": 0.001,
+}
+
+KNOWN = tuple(sorted(Config.__struct_fields__))
+
+
+def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
+    """Config from a mapping (an engine's own channel); `source` names it in messages.
+
+    Raises UnknownSetting with the known keys, BadSetting with the field and the type it wants.
+    """
+    unknown = sorted(set(values) - set(KNOWN))
+    if unknown:
+        raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
+    try:
+        return msgspec.convert(dict(values), Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadSetting(f"{source}: {error}") from error
+
+
+def from_toml(path: Path) -> Config:
+    """Config from the top level of a TOML file. Raises BadSetting when it can't be read."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise BadSetting(f"{path}: {error}") from error
+    return from_mapping(values, str(path))
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
+    """Config from `LAYERCAST_*` variables; a name that is no setting is an error."""
+    values = {
+        name.removeprefix(ENV_PREFIX).lower(): value for name, value in environ.items() if name.startswith(ENV_PREFIX)
+    }
+    return from_mapping(values, "environment")

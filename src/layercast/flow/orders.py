@@ -1,0 +1,95 @@
+"""What the scheduler side asks of the worker side in one step, and what it is told back.
+
+Frozen values that may cross a process boundary (msgspec). Ids only: no addresses, no tensors.
+Does not know keys (the directory maps them to slots) or how bytes move.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class BlockPairs(msgspec.Struct, frozen=True):
+    """Slots of the pool and engine blocks of one group, pair by pair. `group` is its index in the layout."""
+
+    group: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """Bring a request's cached blocks from slots into engine blocks, layer by layer.
+
+    id: unique for each attempt (a preempted and resumed request has two). tokens: what was promised.
+    window: layers moved together; 0 = all (bulk).
+    """
+
+    id: str
+    request: str
+    tokens: int
+    pairs: tuple[BlockPairs, ...]
+    window: int = 1
+
+
+class SaveOrder(msgspec.Struct, frozen=True):
+    """Copy a request's engine blocks into reserved slots as each layer is written in this step.
+
+    id: unique for each set of reserved slots.
+    """
+
+    id: str
+    request: str
+    pairs: tuple[BlockPairs, ...]
+
+
+class StepOrders(msgspec.Struct, frozen=True):
+    """Everything to move during one forward."""
+
+    step: int
+    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+
+
+class LoadEnd(StrEnum):
+    """How a load ended."""
+
+    LANDED = "landed"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    LATE = "late"
+    ABORTED = "aborted"
+
+
+class LoadOutcome(msgspec.Struct, frozen=True):
+    """One load's end. exposed_s: time the forward waited for it. bad_slots: slots whose digest differs, by group."""
+
+    id: str
+    request: str
+    end: LoadEnd
+    nbytes: int
+    layers: int
+    verified: bool
+    transfer_s: float
+    exposed_s: float
+    reason: str = ""
+    bad_slots: tuple[tuple[int, int], ...] = ()
+
+
+class SaveOutcome(msgspec.Struct, frozen=True):
+    """One save's end on this rank: every layer covered, or why not."""
+
+    id: str
+    request: str
+    saved: bool
+    nbytes: int
+    layers: int
+    swept_layers: int
+    reason: str = ""
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """What ended since the last report. A save may be reported some steps after its order."""
+
+    step: int
+    loads: tuple[LoadOutcome, ...] = ()
+    saves: tuple[SaveOutcome, ...] = ()

@@ -1,0 +1,110 @@
+"""What a mover and a gate must do on any device.
+
+A mover copies pieces in the order they are submitted and hands back a flight for each. A gate is what a layer's attention
+waits on. Neither knows requests, blocks, keys or stores.
+
+Laws (see `testing.MoverLaws`, `testing.GateLaws`):
+- a flight lands only after the flights of its `after`, and after every byte of it is in place;
+- a flight that fails says so through `wait` and `error`, and never stops the mover or a later flight;
+- whatever `keep` holds stays alive until the flight has landed;
+- a gate opens once per arming, when as many flights as it was armed with have ended, well or not.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from layercast.plan.pieces import DigestRanges, Pieces
+
+Digests = npt.NDArray[np.uint64]
+
+
+class Flight(Protocol):
+    """One submitted piece of work, from submission to landing."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it has ended; None if it landed or is still under way."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
+        ...
+
+    def then(self, call: Callable[["Flight"], None]) -> None:
+        """Call `call(flight)` once it has ended: at once if it has, else on the mover's thread. Must not block."""
+        ...
+
+
+class Mover(ABC):
+    """Copies pieces between memories of this process."""
+
+    @abstractmethod
+    def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> Flight:
+        """Copy `pieces` once every flight in `after` has landed. Returns at once.
+
+        If a flight in `after` failed, this one fails with the same error and copies nothing.
+        """
+
+    @abstractmethod
+    def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> "DigestFlight":
+        """One uint64 a row of `ranges`: the 64-bit XXH3 of its ranges' bytes, joined in order."""
+
+    @abstractmethod
+    def mark(self) -> Flight:
+        """A flight that lands once all work queued so far on the caller's compute has finished.
+
+        On a CPU the caller's writes are done when it calls; on a device this is an event on the current stream.
+        """
+
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Most bytes of staging memory held at one time since the start."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> None:
+        """Finish what was submitted and end the threads. Raises DeadlineExceeded."""
+
+
+class DigestFlight(Flight, Protocol):
+    """A flight whose result is the digests it computed."""
+
+    @property
+    def digests(self) -> Digests:
+        """One uint64 a block; only after it has landed."""
+        ...
+
+
+class Gate(ABC):
+    """One gate a layer, armed anew for every step."""
+
+    @abstractmethod
+    def arm(self, flights: Mapping[int, int]) -> None:
+        """Close each layer's gate until that many flights have passed through `open`. 0 leaves it open.
+
+        Raises BadTransition while a layer armed earlier is still closed.
+        """
+
+    @abstractmethod
+    def open(self, layer: int, after: Flight) -> None:
+        """Count `after` against the layer's gate once it has ended, well or not. Returns at once."""
+
+    @abstractmethod
+    def wait(self, layer: int, timeout_s: float) -> float:
+        """Make the caller's compute wait until the layer's gate is open; seconds the caller was blocked.
+
+        Raises DeadlineExceeded after `timeout_s` seconds.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Open every gate and forget what was armed; late flights of the old arming change nothing."""

@@ -1,0 +1,1 @@
+"""What happened: receipts, timelines and pictures. Knows no other room."""

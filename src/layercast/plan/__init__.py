@@ -1,0 +1,1 @@
+"""What should move: pieces, windows, deadline order, usable prefix, resharding. Pure; numpy only."""

@@ -1,0 +1,265 @@
+"""Pieces, and the copy plan of one group: which byte runs go where, good for every layer.
+
+A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns* say, for
+one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides, then
+spreads them over the runs: a column as long as both block strides makes one long piece, any other one strided run.
+Does not know devices, gates or requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from layercast.errors import BadBlocks, LayoutMismatch
+from layercast.plan.segments import matched_segments
+from layercast.spec.groups import Group
+
+Ints = npt.NDArray[np.int64]
+Side = Literal["source", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Copies as parallel int64 arrays: `count` times `length` bytes, each step `*_stride` further.
+
+    A plain piece has count 1 (its strides are 0).
+    """
+
+    source: Ints
+    target: Ints
+    length: Ints
+    count: Ints
+    source_stride: Ints
+    target_stride: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all pieces copy."""
+        return int(np.dot(self.length, self.count))
+
+    def take(self, index: "slice | Ints") -> "Pieces":
+        """The chosen pieces."""
+        return Pieces(*(getattr(self, name)[index] for name in self.__slots__))
+
+    @staticmethod
+    def join(parts: Sequence["Pieces"]) -> "Pieces":
+        """All pieces of several lists, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return _NOTHING
+        return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in Pieces.__slots__))
+
+
+_NOTHING = Pieces(*(np.zeros(0, np.int64) for _ in range(6)))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Byte ranges of one block that move, as absolute addresses for block 0, with both block strides."""
+
+    source: Ints
+    target: Ints
+    length: Ints
+    source_stride: Ints
+    target_stride: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRanges:
+    """Byte ranges to hash together, one row a block: addresses [blocks, ranges], lengths [ranges]."""
+
+    address: Ints
+    length: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks."""
+
+    source: Ints
+    target: Ints
+    count: Ints
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all runs."""
+        return int(self.count.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """The copies of one group's blocks from one side to the other, layer by layer or window by window."""
+
+    runs: BlockRuns
+    columns: dict[int, Columns]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers this plan can move, ascending."""
+        return tuple(self.columns)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that move in each layer."""
+        return self.runs.blocks
+
+    def layer(self, layer: int) -> Pieces:
+        """The pieces of one layer."""
+        return _spread(self.columns[layer], self.runs)
+
+    def window(self, layers: Sequence[int]) -> Pieces:
+        """The pieces of several layers at once, merged where both sides are adjacent."""
+        chosen = [self.columns[layer] for layer in layers]
+        columns = chosen[0] if len(chosen) == 1 else _merged(chosen)
+        return _spread(columns, self.runs)
+
+    def nbytes(self, layers: Sequence[int]) -> int:
+        """Bytes that those layers move."""
+        return self.blocks * sum(int(self.columns[layer].length.sum()) for layer in layers)
+
+    def pairs(self) -> tuple[Ints, Ints]:
+        """(source block, target block) of every block, in the order of the runs."""
+        steps = np.arange(self.blocks, dtype=np.int64) - np.repeat(
+            np.cumsum(self.runs.count) - self.runs.count, self.runs.count
+        )
+        return (
+            np.repeat(self.runs.source, self.runs.count) + steps,
+            np.repeat(self.runs.target, self.runs.count) + steps,
+        )
+
+    def digest_ranges(self, layer: int, *, read: Side, order: Side) -> DigestRanges:
+        """Where one layer of each block lies on side `read`, ranges ordered as they lie on side `order`.
+
+        Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
+        """
+        columns = self.columns[layer]
+        rank = np.argsort(columns.source if order == "source" else columns.target, kind="stable")
+        source, target = self.pairs()
+        if read == "source":
+            address = columns.source[rank] + source[:, None] * columns.source_stride[rank]
+        else:
+            address = columns.target[rank] + target[:, None] * columns.target_stride[rank]
+        return DigestRanges(address, columns.length[rank])
+
+    def part(self, first: int, last: int) -> "CopyPlan":
+        """The same plan for the blocks [first, last) in the order of its runs."""
+        ends = np.cumsum(self.runs.count)
+        starts = ends - self.runs.count
+        low, high = np.maximum(starts, first), np.minimum(ends, last)
+        keep = low < high
+        skip = (low - starts)[keep]
+        runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip, (high - low)[keep])
+        return CopyPlan(runs, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way from one group's memory to another's: columns of every layer, made once for a pair of sides."""
+
+    name: str
+    source_blocks: int
+    target_blocks: int
+    columns: dict[int, Columns]
+
+    def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
+        """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
+
+        The order of the pairs is free. Raises BadBlocks for ids out of range, repeated targets or unequal counts.
+        """
+        source = checked_ids(source_blocks, self.source_blocks, f"{self.name} source")
+        target = checked_ids(target_blocks, self.target_blocks, f"{self.name} target")
+        if len(source) != len(target):
+            raise BadBlocks(f"{self.name}: {len(source)} source blocks for {len(target)} target blocks")
+        if len(target) > 1 and len(np.unique(target)) != len(target):
+            raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
+        return CopyPlan(_runs(source, target), self.columns)
+
+
+def route_between(source: Group, target: Group) -> Route:
+    """The route that copies whole blocks of one group onto blocks of the other.
+
+    Raises LayoutMismatch where the two do not hold the same planes.
+    """
+    if source.layers != target.layers:
+        raise LayoutMismatch(f"{source.name}: layers {source.layers} against {target.layers}")
+    columns = {layer: _layer_columns(source, target, layer) for layer in source.layers}
+    return Route(source.name, source.blocks, target.blocks, columns)
+
+
+def checked_ids(ids: Sequence[int], blocks: int, owner: str) -> Ints:
+    """Block ids as an array. Raises BadBlocks for one outside [0, blocks)."""
+    array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if len(array) and (array.min() < 0 or array.max() >= blocks):
+        bad = array[(array < 0) | (array >= blocks)][0]
+        raise BadBlocks(f"{owner}: block {bad} is outside 0..{blocks - 1}")
+    return array
+
+
+def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
+    ours, theirs = source.planes_of(layer), target.planes_of(layer)
+    if [plane.content for plane in ours] != [plane.content for plane in theirs]:
+        raise LayoutMismatch(f"{source.name}, layer {layer}: the two sides hold different planes: {ours} / {theirs}")
+    parts = []
+    for mine, other in zip(ours, theirs, strict=True):
+        from_, to, length = matched_segments(mine, other)
+        parts.append(columns_of(mine.base + from_, other.base + to, length, mine.block_stride, other.block_stride))
+    return _merged(parts)
+
+
+def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, target_stride: int) -> Columns:
+    """Columns whose ranges share one pair of block strides."""
+    return Columns(source, target, length, np.full_like(length, source_stride), np.full_like(length, target_stride))
+
+
+def _merged(parts: Sequence[Columns]) -> Columns:
+    """All ranges of several column lists, joined where they touch on both sides and step alike."""
+    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in Columns.__slots__]
+    order = np.argsort(joined[0], kind="stable")
+    source, target, length, source_stride, target_stride = (array[order] for array in joined)
+    touches = (
+        (source[:-1] + length[:-1] == source[1:])
+        & (target[:-1] + length[:-1] == target[1:])
+        & (source_stride[:-1] == source_stride[1:])
+        & (target_stride[:-1] == target_stride[1:])
+    )
+    first = np.concatenate([[True], ~touches])
+    heads = np.flatnonzero(first)
+    lengths = np.add.reduceat(length, heads)
+    return Columns(source[heads], target[heads], lengths, source_stride[heads], target_stride[heads])
+
+
+def _runs(source: Ints, target: Ints) -> BlockRuns:
+    """Maximal runs of block pairs ascending by one on both sides, in order of the source id."""
+    if len(source) == 0:
+        return BlockRuns(source, target, source)
+    order = np.argsort(source, kind="stable")
+    source, target = source[order], target[order]
+    breaks = (np.diff(source) != 1) | (np.diff(target) != 1)
+    heads = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    counts = np.diff(np.concatenate([heads, [len(source)]]))
+    return BlockRuns(source[heads], target[heads], counts)
+
+
+def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
+    """Every column over every run; a column that fills its block stride on both sides is one long piece."""
+    if len(columns.length) == 1:
+        return _spread_one(*(int(getattr(columns, name)[0]) for name in Columns.__slots__), runs=runs)
+    parts = zip(*(getattr(columns, name).tolist() for name in Columns.__slots__), strict=True)
+    return Pieces.join([_spread_one(*part, runs=runs) for part in parts])
+
+
+def _spread_one(
+    source: int, target: int, length: int, source_stride: int, target_stride: int, *, runs: BlockRuns
+) -> Pieces:
+    starts, ends, count = runs.source * source_stride + source, runs.target * target_stride + target, runs.count
+    if length == source_stride == target_stride:
+        return Pieces(starts, ends, count * length, np.ones_like(count), np.zeros_like(count), np.zeros_like(count))
+    many = (count > 1).astype(np.int64)
+    return Pieces(starts, ends, np.full_like(count, length), count, many * source_stride, many * target_stride)

@@ -1,0 +1,1 @@
+"""Bytes under a key, and the slab whose slots hold them. Knows spec only."""

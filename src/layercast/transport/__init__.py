@@ -1,0 +1,1 @@
+"""Bytes between processes: one base, and a backend a file. Knows spec only."""
