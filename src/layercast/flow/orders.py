@@ -42,12 +42,44 @@ class SaveOrder(msgspec.Struct, frozen=True):
     pairs: tuple[BlockPairs, ...]
 
 
+class RemotePairs(msgspec.Struct, frozen=True):
+    """Engine blocks here and engine blocks of the peer, of one group, pair by pair."""
+
+    group: int
+    blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+
+
+class PushOrder(msgspec.Struct, frozen=True):
+    """Send the blocks that this step completes to the decode instance, each layer as it is written.
+
+    transfer: minted once for the push. tokens: prompt tokens that the peer holds once this part has landed.
+    last: whether this is the push's last part.
+    """
+
+    transfer: str
+    request: str
+    tokens: int
+    pairs: tuple[RemotePairs, ...]
+    last: bool
+
+
+class ReceiveOrder(msgspec.Struct, frozen=True):
+    """Let this step's attention wait, layer by layer, for a push that is still landing in its blocks."""
+
+    transfer: str
+    request: str
+    tokens: int
+
+
 class StepOrders(msgspec.Struct, frozen=True):
     """Everything to move during one forward."""
 
     step: int
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
+    pushes: tuple[PushOrder, ...] = ()
+    receives: tuple[ReceiveOrder, ...] = ()
 
 
 class LoadEnd(StrEnum):
@@ -88,8 +120,13 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """What ended since the last report. A save may be reported some steps after its order."""
+    """What ended since the last report. A save may be reported some steps after its order.
+
+    failed: requests whose loaded KV must not be used, known at the step's end. A failed load whose copies may still
+    land has no outcome yet: its blocks stay untouched until the outcome comes with a later report.
+    """
 
     step: int
+    failed: tuple[str, ...] = ()
     loads: tuple[LoadOutcome, ...] = ()
     saves: tuple[SaveOutcome, ...] = ()

@@ -1,7 +1,7 @@
 """Pieces, and the copy plan of one group: which byte runs go where, good for every layer.
 
-A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns* say, for
-one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides, then
+A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns* say,
+for one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides, then
 spreads them over the runs: a column as long as both block strides makes one long piece, any other one strided run.
 Does not know devices, gates or requests.
 """
