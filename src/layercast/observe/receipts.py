@@ -1,0 +1,78 @@
+"""One receipt per request: what moved, how much of it the forward waited for, or why nothing was loaded.
+
+Plain values that others fill in. Does not know keys, stores, engines or where a receipt is kept.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class MissReason(StrEnum):
+    """Why a request's KV was computed rather than loaded; the value is the sentence a user reads."""
+
+    NEVER_STORED = "no block of this prompt was ever saved"
+    EVICTED = "its blocks were evicted to make room; raise host_bytes"
+    NAMESPACE = "saved under another model, dtype, layout, adapter or salt"
+    SHORT = "the shared prefix is shorter than one block"
+    BELOW_THRESHOLD = "the hit is shorter than kv_recompute_threshold, so it was recomputed"
+    STORE_DOWN = "the store did not answer"
+    TIMED_OUT = "a layer did not arrive within layer_wait_ms"
+    CORRUPT = "a layer's digest differed from the one taken at saving"
+    LOST = "its blocks were lost between the promise and the load"
+    NOT_CACHEABLE = "the prompt holds content that no key can name"
+    DECLINED = "the request asked not to load"
+    ABORTED = "the request ended before its load"
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to one request's KV.
+
+    Tokens: prompt = computed + loaded. nbytes: payload that moved over `layers` layers. window: layers moved together
+    (0 = all). transfer_s: from the first byte's start to the last one's landing; exposed_s: the part of it that the
+    forward waited for; both in seconds. verified: every landed layer's digest was compared and equal.
+    """
+
+    request: str
+    prompt_tokens: int
+    computed_tokens: int
+    loaded_tokens: int = 0
+    nbytes: int = 0
+    layers: int = 0
+    layout: str = ""
+    tier: str = ""
+    window: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    verified: bool = False
+    miss: MissReason | None = None
+    detail: str = ""
+
+    @property
+    def overlap(self) -> float | None:
+        """Part of the transfer hidden behind compute, 0 to 1; None where nothing was transferred."""
+        return overlap(self.transfer_s, self.exposed_s)
+
+    @property
+    def sentence(self) -> str:
+        """The receipt as one line of plain words."""
+        head = f"{self.request}: {self.prompt_tokens} prompt tokens, {self.computed_tokens} computed"
+        if self.miss is not None:
+            tail = f"nothing loaded: {self.miss}"
+        elif self.loaded_tokens:
+            check = "verified" if self.verified else "not verified"
+            hidden = "" if self.overlap is None else f", {self.overlap:.0%} hidden behind compute"
+            tail = (
+                f"{self.loaded_tokens} loaded from {self.tier} ({self.nbytes:,} bytes, {self.layers} layers{hidden}, "
+                f"{check})"
+            )
+        else:
+            tail = "nothing loaded"
+        return f"{head}, {tail}" + (f" ({self.detail})" if self.detail else "")
+
+
+def overlap(transfer_s: float, exposed_s: float) -> float | None:
+    """1 - exposed / transfer, kept within 0 to 1; None for a transfer that took no time."""
+    if transfer_s <= 0:
+        return None
+    return min(1.0, max(0.0, 1.0 - exposed_s / transfer_s))

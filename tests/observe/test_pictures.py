@@ -1,0 +1,84 @@
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from layercast.errors import Refused
+from layercast.observe.pictures import Panel, scales_ms, write_html, write_png
+from layercast.observe.timeline import Span, SpanKind
+from layercast.observe.traces import write_trace
+
+
+def panel(title="bulk", layers=4, offset=100.0, length=0.1):
+    step = length / layers
+    spans = [Span(SpanKind.WAIT, 0, offset, offset + 0.001)]
+    for layer in range(layers):
+        start = offset + layer * step
+        spans.append(Span(SpanKind.LOAD, layer, start, start + step / 2, "r", 4096))
+        spans.append(Span(SpanKind.COMPUTE, layer, start + step / 2, start + step))
+    return Panel(title, tuple(spans), "a note", length)
+
+
+def test_a_panel_starts_at_its_first_span_and_ends_at_the_first_token():
+    drawn = panel(length=0.1)
+    assert drawn.start_s == 100.0
+    assert drawn.length_s == pytest.approx(0.1)
+    assert drawn.layers == (0, 1, 2, 3)
+
+
+def test_panels_share_a_time_axis_unless_one_dwarfs_the_rest():
+    alike = scales_ms([panel(length=0.1), panel(length=0.2)])
+    assert alike[0] == alike[1] == pytest.approx(208)
+    apart = scales_ms([panel(length=1.0), panel(length=0.1), panel(length=0.2)])
+    assert apart == (pytest.approx(1040), pytest.approx(208), pytest.approx(208))
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3, 4])
+def test_a_png_is_drawn_for_any_number_of_panels(tmp_path, panels):
+    path = tmp_path / "t.png"
+    write_png([panel(str(number)) for number in range(panels)], path, "a title")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_nothing_else_and_names_every_bar(tmp_path):
+    path = tmp_path / "t.html"
+    write_html([panel("bulk"), panel("<layerwise>")], path, "where time goes & why")
+    text = path.read_text()
+    assert not re.search(r"(src|href|url)\s*[=(]", text)
+    assert "where time goes &amp; why" in text
+    assert "&lt;layerwise&gt;" in text
+    tips = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag == "rect":
+                tips.append(dict(attrs)["data-tip"])
+
+    Reader().feed(text)
+    assert len(tips) == 2 * 9
+    assert any("4,096 bytes" in tip for tip in tips)
+
+
+def test_a_trace_holds_every_span_in_microseconds(tmp_path):
+    path = tmp_path / "t.json"
+    write_trace([panel("bulk", layers=2, length=0.1)], path)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 5
+    last = max(events, key=lambda event: event["ts"])
+    assert last["ts"] + last["dur"] == pytest.approx(100_000)
+    assert {event["args"]["bytes"] for event in events if event["cat"] == "load"} == {4096}
+
+
+@pytest.mark.parametrize("write", [write_png, write_html])
+def test_nothing_to_draw_is_refused(tmp_path, write):
+    with pytest.raises(Refused, match="no panel holds a span"):
+        write([Panel("empty", ())], tmp_path / "t", "a title")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_loads_without_matplotlib():
+    code = "import sys, layercast.observe.traces; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,53 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layercast.observe.receipts import MissReason, Receipt, overlap
+
+HIT = Receipt(
+    request="r1",
+    prompt_tokens=1024,
+    computed_tokens=64,
+    loaded_tokens=960,
+    nbytes=22_118_400,
+    layers=30,
+    layout="per layer",
+    tier="slab",
+    window=1,
+    transfer_s=0.2,
+    exposed_s=0.05,
+    verified=True,
+)
+
+
+def test_overlap_is_the_part_of_the_transfer_that_nobody_waited_for():
+    assert HIT.overlap == pytest.approx(0.75)
+
+
+def test_overlap_of_a_transfer_that_took_no_time_is_unknown():
+    assert overlap(0.0, 0.0) is None
+
+
+@given(st.floats(1e-9, 1e3), st.floats(0, 1e6))
+def test_overlap_lies_between_0_and_1(transfer, exposed):
+    assert 0.0 <= overlap(transfer, exposed) <= 1.0
+
+
+def test_a_receipt_is_frozen_and_survives_json():
+    with pytest.raises(AttributeError):
+        HIT.layers = 3
+    assert msgspec.json.decode(msgspec.json.encode(HIT), type=Receipt) == HIT
+
+
+def test_the_sentence_of_a_hit_says_bytes_layers_overlap_and_check():
+    assert HIT.sentence == (
+        "r1: 1024 prompt tokens, 64 computed, 960 loaded from slab (22,118,400 bytes, 30 layers, "
+        "75% hidden behind compute, verified)"
+    )
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_the_sentence_of_a_miss_says_why(reason):
+    miss = Receipt(request="r2", prompt_tokens=10, computed_tokens=10, miss=reason, detail="layer 7")
+    assert miss.sentence == f"r2: 10 prompt tokens, 10 computed, nothing loaded: {reason.value} (layer 7)"
