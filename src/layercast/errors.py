@@ -98,3 +98,7 @@ class Corrupt(Missing):
 
 class OutOfMemory(Refused):
     """The system refused the host memory that was asked for; the message says how much and what to lower."""
+
+
+class BrokenInvariant(LayercastError):
+    """Something that always holds does not: a bug of this package. Report it with the message."""

@@ -1,0 +1,310 @@
+"""The scheduler side's record of the pool: which block lies in which slot, who may rely on it and until when.
+
+One thread owns a directory. Worker reports reach it by id, so that a late report about something that has ended changes
+nothing. Does not know addresses, bytes, tensors or how blocks move.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+
+import msgspec
+
+from layercast.control.shelf import Absence, Block, Shelf
+from layercast.errors import Full, Missing, Refused
+
+Keys = Sequence[bytes]
+
+
+class LeaseState(StrEnum):
+    """Whether a lease still holds its blocks."""
+
+    HELD = "held"
+    EXPIRED = "expired"
+    RELEASED = "released"
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A token: these blocks stay in these slots until `release`, or until `deadline` on the directory's clock.
+
+    slots: for each group, one slot a key, in the order asked for. Bytes read are good only if the state is still HELD
+    after the last one was read.
+    """
+
+    id: str
+    request: str
+    slots: tuple[tuple[int, ...], ...]
+    deadline: float
+    state: LeaseState = LeaseState.HELD
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Slots to save into until `deadline`: for each group the indices of the keys to be saved, and their slots.
+
+    Nothing may write into the slots after the deadline.
+    """
+
+    id: str
+    request: str
+    indices: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+    deadline: float
+
+    @property
+    def blocks(self) -> int:
+        """Blocks to save; 0 when all are stored or being saved already (there is then nothing to report)."""
+        return sum(len(slots) for slots in self.slots)
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counts since the start. Blocks, unless the name says otherwise."""
+
+    hits: int
+    """Leased."""
+    misses: dict[Absence, int]
+    """Not found by a lease, or by a save that then had to store them; by reason."""
+    saved: int
+    evictions: int
+    forgotten: int
+    saves_dropped: int
+    """Saves (not blocks) refused for want of room."""
+    saves_failed: int
+    """Reservations revoked or expired."""
+    leases_expired: int
+    """Leases."""
+    double_releases: int
+    """Releases of a lease that had been released."""
+    late_reports: int
+    """Reports about a reservation that had ended."""
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A reservation under way: its blocks of each group, and the ranks that have ended with and without their bytes."""
+
+    keys: tuple[Keys, ...]
+    blocks: list[list[Block]]
+    deadline: float
+    done: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+
+
+class Directory:
+    """Keys, slots, leases and reservations of all groups.
+
+    slots_per_group: as `Slab.slots`. clock: seconds, never going back. lease_s: life of leases and reservations.
+    ranks: how many must report before a save is visible. remember: dropped keys of each group whose fate is kept.
+    """
+
+    def __init__(
+        self,
+        slots_per_group: Sequence[int],
+        clock: Callable[[], float],
+        lease_s: float,
+        *,
+        ranks: int = 1,
+        remember: int = 16_384,
+    ) -> None:
+        if ranks < 1 or lease_s <= 0:
+            raise Refused(f"ranks = {ranks}, lease_s = {lease_s}: both must be positive")
+        self._shelves = tuple(Shelf(slots, remember) for slots in slots_per_group)
+        self._clock = clock
+        self._lease_s = lease_s
+        self._ranks = ranks
+        self._leases: OrderedDict[str, tuple[Lease, list[list[Block]]]] = OrderedDict()
+        self._savings: OrderedDict[str, _Saving] = OrderedDict()
+        self._numbers = count()
+        self._counts: Counter[str] = Counter()
+        self._misses: Counter[Absence] = Counter()
+
+    # ---- looking up, without side effects ----
+
+    def present(self, group: int, keys: Keys) -> list[bool]:
+        """Whether each key can be leased now."""
+        stored = self._shelves[group].stored
+        return [key in stored for key in keys]
+
+    def absences(self, group: int, keys: Keys) -> list[Absence | None]:
+        """Why each key can't be leased now; None where it can."""
+        shelf = self._shelves[group]
+        return [shelf.absence(key) for key in keys]
+
+    def room(self) -> tuple[int, ...]:
+        """Blocks that a save could get in each group now: free slots, and those of blocks that nobody leases."""
+        return tuple(shelf.room() for shelf in self._shelves)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no lease and no reservation."""
+        return not self._leases and not self._savings
+
+    @property
+    def stats(self) -> Stats:
+        """What has been counted so far."""
+        return Stats(
+            misses=dict(self._misses),
+            evictions=sum(shelf.evictions for shelf in self._shelves),
+            **{name: self._counts[name] for name in _COUNTED},
+        )
+
+    # ---- leases ----
+
+    def lease(self, request: str, wanted: Sequence[Keys]) -> Lease:
+        """Hold the blocks of `wanted`, keys of each group, where they are: all of them or none.
+
+        Raises Missing with how many are absent and why.
+        """
+        self.expire(self._clock())
+        absences = Counter(
+            why for shelf, keys in self._by_group(wanted) for key in keys if (why := shelf.absence(key)) is not None
+        )
+        if absences:
+            self._misses.update(absences)
+            raise Missing(
+                f"{request}: {absences.total()} of {sum(map(len, wanted))} blocks are not in the pool "
+                f"({_listed(absences)}); recompute them"
+            )
+        blocks = [shelf.pin(keys) for shelf, keys in self._by_group(wanted)]
+        lease = Lease(self._id("lease"), request, _slots(blocks), self._clock() + self._lease_s)
+        self._leases[lease.id] = (lease, blocks)
+        self._counts["hits"] += sum(map(len, blocks))
+        return lease
+
+    def renew(self, lease: Lease) -> None:
+        """Give a lease its full time again. Raises Missing if it has ended."""
+        self.expire(self._clock())
+        if lease.state is not LeaseState.HELD:
+            raise Missing(f"{lease.request}: its lease {lease.id} is {lease.state}; recompute the blocks")
+        lease.deadline = self._clock() + self._lease_s
+        self._leases.move_to_end(lease.id)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. A second call is counted and changes nothing."""
+        if lease.state is LeaseState.RELEASED:
+            self._counts["double_releases"] += 1
+        elif lease.state is LeaseState.HELD:
+            self._unpin(lease)
+        lease.state = LeaseState.RELEASED
+
+    # ---- saves ----
+
+    def reserve(self, request: str, keys: Sequence[Keys]) -> Reservation:
+        """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
+
+        Evicts blocks that nobody leases, the least recently used first, but none of `keys`; give the whole
+        prefix rather than its new part, so that it is kept in one piece. Raises Full, and then nothing has changed.
+        """
+        self.expire(self._clock())
+        wanted = [(shelf, named, shelf.unknown(named)) for shelf, named in self._by_group(keys)]
+        for group, (shelf, named, indices) in enumerate(wanted):
+            room = shelf.room(named)
+            if len(indices) > room:
+                self._counts["saves_dropped"] += 1
+                raise Full(
+                    f"{request}: {len(indices)} blocks to save in group {group}, room for {room} of "
+                    f"{shelf.table.slots}; save fewer, or raise host_bytes"
+                )
+        self._misses.update(
+            why for shelf, named, indices in wanted for i in indices if (why := shelf.absence(named[i])) is not None
+        )
+        blocks = [shelf.reserve(named, indices) for shelf, named, indices in wanted]
+        deadline = self._clock() + self._lease_s
+        indices_of_all = tuple(indices for _, _, indices in wanted)
+        reservation = Reservation(self._id("save"), request, indices_of_all, _slots(blocks), deadline)
+        if reservation.blocks:
+            self._savings[reservation.id] = _Saving(tuple(keys), blocks, deadline)
+        return reservation
+
+    def commit(self, reservation: str, rank: int = 0) -> bool:
+        """One rank has every byte of its part in place. Whether the blocks became visible by this report."""
+        return self._report(reservation, {rank}, frozenset())
+
+    def revoke(self, reservation: str, rank: int | None = None) -> None:
+        """One rank (None: every rank) has ended without its bytes and writes no more; the last one frees the slots."""
+        self._report(reservation, frozenset(), set(range(self._ranks)) if rank is None else {rank})
+
+    def forget(self, group: int, keys: Keys) -> int:
+        """Drop stored keys whose bytes turned out bad; how many there were. Nobody can lease them from now on.
+
+        A leased one keeps its slot until its last lease ends. Keys being saved stay.
+        """
+        dropped = sum(self._shelves[group].forget(key) for key in keys)
+        self._counts["forgotten"] += dropped
+        return dropped
+
+    # ---- time ----
+
+    def expire(self, now: float) -> int:
+        """End the leases and reservations whose deadline has come; how many. Also done by every lease and reserve."""
+        ended = 0
+        while self._leases and (lease := next(iter(self._leases.values()))[0]).deadline <= now:
+            self._unpin(lease)
+            lease.state = LeaseState.EXPIRED
+            self._counts["leases_expired"] += 1
+            ended += 1
+        while self._savings and (first := next(iter(self._savings.items())))[1].deadline <= now:
+            self._drop(*first)
+            ended += 1
+        return ended
+
+    def check(self) -> None:
+        """Raise BrokenInvariant unless every slot, lease and reservation is accounted for."""
+        for group, shelf in enumerate(self._shelves):
+            shelf.check(sum(len(blocks[group]) for _, blocks in self._leases.values()))
+
+    # ---- inside ----
+
+    def _report(self, reservation: str, done: Set[int], failed: Set[int]) -> bool:
+        """Count ranks that have ended; whether this made the blocks visible."""
+        if not all(0 <= rank < self._ranks for rank in done | failed):
+            raise Refused(f"{reservation}: a report of rank {sorted(done | failed)}, but there are {self._ranks}")
+        saving = self._savings.get(reservation)
+        if saving is None:
+            self._counts["late_reports"] += 1
+            return False
+        saving.done |= done
+        saving.failed |= failed
+        if len(saving.done | saving.failed) < self._ranks:
+            return False
+        if saving.failed:
+            self._drop(reservation, saving)
+            return False
+        del self._savings[reservation]
+        for shelf, keys, blocks in zip(self._shelves, saving.keys, saving.blocks, strict=True):
+            shelf.commit(blocks)
+            shelf.touch(keys)
+            self._counts["saved"] += len(blocks)
+        return True
+
+    def _drop(self, reservation: str, saving: _Saving) -> None:
+        del self._savings[reservation]
+        for shelf, blocks in zip(self._shelves, saving.blocks, strict=True):
+            shelf.revoke(blocks)
+        self._counts["saves_failed"] += 1
+
+    def _unpin(self, lease: Lease) -> None:
+        _, blocks = self._leases.pop(lease.id)
+        for shelf, held in zip(self._shelves, blocks, strict=True):
+            shelf.unpin(held)
+
+    def _by_group(self, keys: Sequence[Keys]) -> list[tuple[Shelf, Keys]]:
+        if len(keys) != len(self._shelves):
+            raise Refused(f"keys for {len(keys)} groups, but there are {len(self._shelves)}")
+        return list(zip(self._shelves, keys, strict=True))
+
+    def _id(self, what: str) -> str:
+        return f"{what}-{next(self._numbers)}"
+
+
+_COUNTED = tuple(name for name in Stats.__struct_fields__ if name not in ("misses", "evictions"))
+
+
+def _slots(blocks: list[list[Block]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block.slot for block in group) for group in blocks)
+
+
+def _listed(absences: Counter[Absence]) -> str:
+    return ", ".join(f"{number} {why}" for why, number in absences.most_common())

@@ -1,0 +1,208 @@
+"""Host memory of the pool for one rank: `[layer][slot][block bytes]` for each group, taken once and faulted in.
+
+Does not know which slots are in use, keys, leases or how bytes get here.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from layercast.errors import BadBlocks, OutOfMemory, Refused
+from layercast.spec.groups import Group, GroupKind, Layout, packed_like
+
+Digests = npt.NDArray[np.uint64]
+
+SNAPSHOT_TOKENS = 256
+"""A recurrent snapshot is as large as the KV of many blocks, and few positions are worth one."""
+ALIGNMENT = 64
+DIGEST_BYTES = 8
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14): faults pages in without changing what they hold
+_SLICE = 64 << 20
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Slab:
+    """One anonymous mapping and the digests of what its slots hold.
+
+    layout: the engine's groups with slots for blocks, at addresses in this mapping. digests: for each group uint64
+    [layers, slots], layers as in `group.layers`. owner: keep it alive for as long as an address of it is in use.
+    """
+
+    __slots__ = ("_base", "digests", "layout", "nbytes", "owner")
+
+    def __init__(self, layout: Layout, slots: tuple[int, ...], owner: mmap.mmap) -> None:
+        self.owner = owner
+        self._base = np.frombuffer(owner, np.uint8).ctypes.data
+        self.layout = _placed(layout, slots, self._base)
+        self.digests: tuple[Digests, ...] = tuple(
+            np.zeros((len(group.layers), count), np.uint64) for group, count in zip(layout.groups, slots, strict=True)
+        )
+        self.nbytes = len(owner) + sum(digests.nbytes for digests in self.digests)
+        """Bytes of the mapping and the digests: at most the `host_bytes` asked for."""
+
+    @classmethod
+    def create(cls, layout: Layout, host_bytes: int) -> "Slab":
+        """A slab of at most `host_bytes` for the engine's `layout`; every page is in memory when it returns.
+
+        Raises Refused when not one block of each group fits, OutOfMemory when the machine can't give that much.
+        """
+        slots = slots_for(layout, host_bytes)
+        _check_memory(host_bytes)
+        size = _mapping_bytes(layout.groups, slots)
+        try:
+            owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise _out_of_memory(size, error) from error
+        try:
+            _fault_in(owner)
+        except OSError as error:
+            owner.close()
+            raise _out_of_memory(size, error) from error
+        return cls(layout, slots, owner)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Number of slots of each group."""
+        return tuple(group.blocks for group in self.layout.groups)
+
+    def read(self, group: int, slot: int, layer: int) -> bytes:
+        """The bytes of one layer of one slot. For tools and tests."""
+        return self.owner[self._range(group, slot, layer)]
+
+    def write(self, group: int, slot: int, layer: int, data: bytes) -> None:
+        """Replace the bytes of one layer of one slot (its digest stays). For tools and tests."""
+        self.owner[self._range(group, slot, layer)] = data
+
+    def close(self) -> None:
+        """Unmap the memory. Nothing may be moving into or out of it; a second call changes nothing."""
+        self.owner.close()
+
+    def _range(self, group: int, slot: int, layer: int) -> slice:
+        owner = self.layout.groups[group]
+        if not 0 <= slot < owner.blocks:
+            raise BadBlocks(f"{owner.name}: slot {slot} is outside [0, {owner.blocks})")
+        nbytes = owner.layer_bytes(layer)
+        start = owner.planes_of(layer)[0].base - self._base + slot * nbytes
+        return slice(start, start + nbytes)
+
+
+def slots_for(layout: Layout, host_bytes: int) -> tuple[int, ...]:
+    """How many slots each group gets, so that all of them cover the same number of tokens.
+
+    A block of a full, latent or window group covers `block_size` tokens (a window group keeps all of them, since a hit
+    may end at any block); a recurrent snapshot covers at least SNAPSHOT_TOKENS. Each group gets at least one slot, and
+    the coverage is the largest that fits `host_bytes`, digests and page rounding included.
+    Raises Refused when one slot of each group does not fit.
+    """
+    tokens = tuple(tokens_per_slot(group) for group in layout.groups)
+    least = slab_bytes(layout, (1,) * len(tokens))
+    if not tokens or host_bytes < least:
+        raise Refused(
+            f"host_bytes = {host_bytes}: one block of each of the {len(tokens)} groups needs {least}; raise host_bytes"
+        )
+    low, high = 1, max(tokens) * (host_bytes // min(group.block_bytes for group in layout.groups) + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if slab_bytes(layout, _coverage(middle, tokens)) <= host_bytes:
+            low = middle
+        else:
+            high = middle
+    return _coverage(low, tokens)
+
+
+def tokens_per_slot(group: Group) -> int:
+    """Tokens that one slot of a group stands for when memory is shared out."""
+    size = group.spec.block_size
+    return max(size, SNAPSHOT_TOKENS) if group.spec.kind is GroupKind.RECURRENT else size
+
+
+def slab_bytes(layout: Layout, slots: tuple[int, ...]) -> int:
+    """Bytes that a slab with so many slots takes: its mapping in whole pages, and its digests."""
+    digests = sum(len(group.layers) * count for group, count in zip(layout.groups, slots, strict=True))
+    return _mapping_bytes(layout.groups, slots) + DIGEST_BYTES * digests
+
+
+def _coverage(tokens: int, tokens_per_slot: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-tokens // size) for size in tokens_per_slot)
+
+
+def _mapping_bytes(groups: tuple[Group, ...], slots: tuple[int, ...]) -> int:
+    total = sum(
+        _rounded(group.layer_bytes(layer) * count, ALIGNMENT)
+        for group, count in zip(groups, slots, strict=True)
+        for layer in group.layers
+    )
+    return _rounded(total, mmap.PAGESIZE)
+
+
+def _placed(layout: Layout, slots: tuple[int, ...], base: int) -> Layout:
+    """The groups one after the other from `base` on, each layer's slots together."""
+    groups = []
+    for group, count in zip(layout.groups, slots, strict=True):
+        bases = {}
+        for layer in group.layers:
+            bases[layer] = base
+            base += _rounded(group.layer_bytes(layer) * count, ALIGNMENT)
+        groups.append(packed_like(group, bases, count))
+    return Layout(tuple(groups))
+
+
+def _rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _fault_in(memory: mmap.mmap) -> None:
+    """Have every page in memory now, so that no save pays for it and a refusal comes here. Raises OSError."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(memory, mmap.MADV_HUGEPAGE, 0, len(memory))
+    for start in range(0, len(memory), _SLICE):
+        length = min(_SLICE, len(memory) - start)
+        if not _advise(memory, _POPULATE_WRITE, start, length):
+            np.frombuffer(memory, np.uint8)[start : start + length : mmap.PAGESIZE] = 0
+
+
+def _advise(memory: mmap.mmap, advice: int, start: int, length: int) -> bool:
+    """Whether the kernel knows this advice. Raises OSError where it knows it and has no memory."""
+    try:
+        memory.madvise(advice, start, length)
+    except OSError as error:
+        if error.errno in (22, 38):  # EINVAL, ENOSYS
+            return False
+        raise
+    return True
+
+
+def _check_memory(host_bytes: int) -> None:
+    """Refuse what the kernel would promise now and kill for later. Raises OutOfMemory."""
+    limit, available = _memory_limit(), _memory_available()
+    if host_bytes > limit:
+        raise OutOfMemory(
+            f"a slab larger than memory: host_bytes = {host_bytes}, but this process may have {limit}; lower host_bytes"
+        )
+    if host_bytes > available:
+        raise OutOfMemory(
+            f"host_bytes = {host_bytes}, but only {available} of {limit} bytes of memory are available now; "
+            "lower host_bytes or free memory"
+        )
+
+
+def _memory_limit() -> int:
+    """Bytes of memory this process may have at most: the machine's, or its container's."""
+    texts = [Path(path).read_text().strip() for path in _LIMITS if Path(path).is_file()]
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(text) for text in texts if text.isdigit())])
+
+
+def _memory_available(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that can be had without swapping, as far as the system says."""
+    lines: Iterable[str] = meminfo.read_text().splitlines() if meminfo.is_file() else ()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min([_memory_limit(), *found])
+
+
+def _out_of_memory(size: int, error: OSError) -> OutOfMemory:
+    return OutOfMemory(f"the system refused {size} bytes of host memory ({error.strerror}); lower host_bytes")

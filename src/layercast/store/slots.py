@@ -1,0 +1,102 @@
+"""Which slots of one group are free, and which to hand out next: runs of neighbours where there are any.
+
+Does not know keys, leases, addresses or what a slot holds.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+from layercast.errors import BadBlocks, Full
+
+
+class SlotTable:
+    """Allocator over slots [0, slots). Best fit over free extents, which merge with their neighbours when freed."""
+
+    def __init__(self, slots: int) -> None:
+        if slots < 1:
+            raise BadBlocks(f"a table of {slots} slots: needs at least one")
+        self.slots = slots
+        self.free_count = slots
+        self._starts = [0]
+        self._lengths = {0: slots}
+        self._by_length = [(slots, 0)]
+
+    @property
+    def used_count(self) -> int:
+        """Slots handed out."""
+        return self.slots - self.free_count
+
+    @property
+    def free_extents(self) -> list[tuple[int, int]]:
+        """(first slot, number of slots) of every free extent, ascending."""
+        return [(start, self._lengths[start]) for start in self._starts]
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `count` slots are free, adjacent or not."""
+        return 0 <= count <= self.free_count
+
+    def allocate(self, count: int, after: int | None = None) -> tuple[int, ...]:
+        """`count` free slots, ascending, in as few runs as the free extents allow.
+
+        Takes the extent that begins at `after` if it is long enough (so that a request's next chunk lies behind its
+        last one), else the smallest that is, else the largest ones there are. Raises Full, and then takes nothing.
+        """
+        if not self.can_allocate(count):
+            raise Full(f"{count} slots asked for, {self.free_count} of {self.slots} are free")
+        taken: list[int] = []
+        while len(taken) < count:
+            start, length = self._choose(count - len(taken), after)
+            used = min(length, count - len(taken))
+            self._remove(start)
+            if used < length:
+                self._insert(start + used, length - used)
+            taken.extend(range(start, start + used))
+        self.free_count -= count
+        return tuple(sorted(taken))
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Take back slots, in any order. Raises BadBlocks for one out of range, repeated or free already."""
+        ordered = sorted(slots)
+        for index, slot in enumerate(ordered):
+            repeated = index > 0 and slot == ordered[index - 1]
+            if not 0 <= slot < self.slots or repeated or self._is_free(slot):
+                raise BadBlocks(f"slot {slot} of {self.slots} is not in use, so it can't be freed")
+        first = 0
+        for index, slot in enumerate(ordered):
+            if index + 1 == len(ordered) or ordered[index + 1] != slot + 1:
+                self._merge(ordered[first], index + 1 - first)
+                first = index + 1
+        self.free_count += len(ordered)
+
+    def _choose(self, wanted: int, after: int | None) -> tuple[int, int]:
+        """The free extent to cut `wanted` slots from: (start, length)."""
+        if after is not None and self._lengths.get(after, 0) >= wanted:
+            return after, self._lengths[after]
+        at = bisect_left(self._by_length, (wanted, 0))
+        length, start = self._by_length[min(at, len(self._by_length) - 1)]
+        return start, length
+
+    def _is_free(self, slot: int) -> bool:
+        at = bisect_right(self._starts, slot) - 1
+        return at >= 0 and slot < self._starts[at] + self._lengths[self._starts[at]]
+
+    def _merge(self, start: int, length: int) -> None:
+        """Insert a free extent, joined with the ones that touch it."""
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == start + length:
+            length += self._remove(start + length)
+        if at > 0 and self._starts[at - 1] + self._lengths[self._starts[at - 1]] == start:
+            start = self._starts[at - 1]
+            length += self._remove(start)
+        self._insert(start, length)
+
+    def _insert(self, start: int, length: int) -> None:
+        insort(self._starts, start)
+        insort(self._by_length, (length, start))
+        self._lengths[start] = length
+
+    def _remove(self, start: int) -> int:
+        length = self._lengths.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length
