@@ -1,8 +1,8 @@
 """Pieces, and the copy plan of one group: which byte runs go where, good for every layer.
 
-A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns* say,
-for one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides, then
-spreads them over the runs: a column as long as both block strides makes one long piece, any other one strided run.
+A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns*
+say, for one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides,
+then spreads them over the runs: a column as long as both block strides makes one long piece, any other one strided run.
 Does not know devices, gates or requests.
 """
 
@@ -117,7 +117,7 @@ class CopyPlan:
     def window(self, layers: Sequence[int]) -> Pieces:
         """The pieces of several layers at once, merged where both sides are adjacent."""
         chosen = [self.columns[layer] for layer in layers]
-        columns = chosen[0] if len(chosen) == 1 else _merged(chosen)
+        columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
         return _spread(columns, self.runs)
 
     def nbytes(self, layers: Sequence[int]) -> int:
@@ -195,7 +195,10 @@ def route_between(source: Group, target: Group) -> Route:
 
 def checked_ids(ids: Sequence[int], blocks: int, owner: str) -> Ints:
     """Block ids as an array. Raises BadBlocks for one outside [0, blocks)."""
-    array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    try:
+        array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    except OverflowError as error:
+        raise BadBlocks(f"{owner}: a block is outside 0..{blocks - 1}: {error}") from error
     if len(array) and (array.min() < 0 or array.max() >= blocks):
         bad = array[(array < 0) | (array >= blocks)][0]
         raise BadBlocks(f"{owner}: block {bad} is outside 0..{blocks - 1}")
@@ -210,7 +213,7 @@ def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
     for mine, other in zip(ours, theirs, strict=True):
         from_, to, length = matched_segments(mine, other)
         parts.append(columns_of(mine.base + from_, other.base + to, length, mine.block_stride, other.block_stride))
-    return _merged(parts)
+    return merged_columns(parts)
 
 
 def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, target_stride: int) -> Columns:
@@ -218,8 +221,10 @@ def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, tar
     return Columns(source, target, length, np.full_like(length, source_stride), np.full_like(length, target_stride))
 
 
-def _merged(parts: Sequence[Columns]) -> Columns:
+def merged_columns(parts: Sequence[Columns]) -> Columns:
     """All ranges of several column lists, joined where they touch on both sides and step alike."""
+    if not parts:
+        return Columns(*(np.zeros(0, np.int64) for _ in Columns.__slots__))
     joined = [np.concatenate([getattr(part, name) for part in parts]) for name in Columns.__slots__]
     order = np.argsort(joined[0], kind="stable")
     source, target, length, source_stride, target_stride = (array[order] for array in joined)

@@ -100,6 +100,8 @@ def layout_of(specs: Sequence[GroupSpec], planes: Iterable[Plane]) -> Layout:
     for spec in specs:
         if spec.block_size < 1 or not spec.layers:
             raise BadPlane(f"group {spec.name!r}: needs a block size of at least 1 and at least one layer")
+        if spec.kind is GroupKind.WINDOW and (spec.window is None or spec.window < 1):
+            raise BadPlane(f"group {spec.name!r}: a window group must say how many tokens its window has")
         for layer in spec.layers:
             if layer in owner:
                 raise LayerInTwoGroups(f"layer {layer} is in group {owner[layer]!r} and in group {spec.name!r}")

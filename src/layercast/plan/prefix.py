@@ -1,0 +1,80 @@
+"""How many leading tokens of a prompt can be used, given what each group has, and which blocks that takes.
+
+A boundary counts only if it is valid in all groups: it ends a block of each; full and latent groups have every block
+before it, a window group the blocks its window can reach, a recurrent group the snapshot exactly there.
+Does not know keys, tiers or where blocks lie.
+"""
+
+from collections.abc import Sequence
+from math import lcm
+
+import msgspec
+
+from layercast.errors import Refused
+from layercast.spec.groups import GroupKind, GroupSpec
+
+
+class Usable(msgspec.Struct, frozen=True):
+    """Tokens that need no computing, and for each group the indices of the blocks to bring in for that, ascending.
+
+    Block i covers tokens [i * block_size, (i + 1) * block_size); in a recurrent group it is the snapshot at its end.
+    """
+
+    tokens: int
+    needed: tuple[tuple[int, ...], ...]
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Most blocks that a window of tokens touches, wherever it begins."""
+    return -(-(window + block_size - 1) // block_size)
+
+
+def usable_prefix(
+    specs: Sequence[GroupSpec],
+    present: Sequence[Sequence[bool]],
+    prompt_tokens: int,
+    reuse: bool = True,
+    local_tokens: int = 0,
+) -> Usable:
+    """The longest prefix whose KV is there in all groups.
+
+    present[g][i]: whether block (or snapshot) i of group g can be brought in; missing entries are absent.
+    reuse: leave at least one token to compute, as a request needs its logits; False for a whole hand-off.
+    local_tokens: leading tokens that the engine holds already. Blocks wholly below them are not needed again; where
+    nothing beyond them is usable the answer is them, with nothing needed.
+    """
+    if len(specs) != len(present) or not specs:
+        raise Refused(f"{len(specs)} groups, but presence of {len(present)}: one sequence for each group")
+    step = lcm(*(spec.block_size for spec in specs))
+    most = max(0, prompt_tokens - 1 if reuse else prompt_tokens)
+    reaches = [_runs(spec, has, local_tokens // spec.block_size) for spec, has in zip(specs, present, strict=True)]
+    boundary = min(most, *(spec.block_size * len(runs) for spec, runs in zip(specs, reaches, strict=True)))
+    boundary -= boundary % step
+    while boundary > local_tokens:
+        ends = [boundary // spec.block_size for spec in specs]
+        firsts = [_first(spec, end) for spec, end in zip(specs, ends, strict=True)]
+        if all(runs[end - 1] >= end - first for runs, first, end in zip(reaches, firsts, ends, strict=True)):
+            skips = (max(first, local_tokens // spec.block_size) for spec, first in zip(specs, firsts, strict=True))
+            return Usable(boundary, tuple(tuple(range(skip, end)) for skip, end in zip(skips, ends, strict=True)))
+        boundary -= step
+    return Usable(min(local_tokens, most), ((),) * len(specs))
+
+
+def _first(spec: GroupSpec, end: int) -> int:
+    """The first block that a query at the start of block `end` depends on."""
+    if spec.kind is GroupKind.RECURRENT:
+        return end - 1
+    if spec.kind is GroupKind.WINDOW:
+        if spec.window is None:
+            raise Refused(f"group {spec.name!r}: a window group must say how many tokens its window has")
+        return max(0, end - window_blocks(spec.window, spec.block_size))
+    return 0
+
+
+def _runs(spec: GroupSpec, has: Sequence[bool], local: int) -> list[int]:
+    """For each block, how many present ones end with it; blocks below `local` are present."""
+    runs: list[int] = []
+    for index in range(max(local, len(has))):
+        there = index < local or (index < len(has) and has[index])
+        runs.append((runs[-1] if runs else 0) + 1 if there else 0)
+    return runs

@@ -1,0 +1,164 @@
+"""Keys: 32 bytes that name the content of one block, and of everything before it.
+
+A chain of SHA-256: the root is the digest of an identity (model, weights, dtypes, layout ...), each block's key is the
+hash of its parent's key, its token ids and its tagged extras. Every part is length-prefixed, so that no two different
+contents share an encoding. No process state and no environment enters a key.
+Does not know where blocks lie, nor how an engine finds that a block has extras.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from layercast.errors import NotCacheable
+
+KEY_BYTES = 32
+MAX_TOKEN = 2**31 - 1
+
+
+class ExtraKind(StrEnum):
+    """What changes a block's KV besides its token ids."""
+
+    ADAPTER = "adapter"
+    MEDIA = "media"
+    EMBEDDINGS = "embeddings"
+    SALT = "salt"
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """One reason why equal tokens mean other KV in a block.
+
+    digest: of the content (an adapter's files, a medium, the embeddings), or the salt itself; never a mere name.
+    offset: for media, the position of its first token relative to the block's first one (negative if it began before).
+    """
+
+    kind: ExtraKind
+    digest: bytes
+    offset: int | None = None
+
+
+ExtrasOf = Callable[[int], Sequence[Extra]] | Mapping[int, Sequence[Extra]]
+"""Block index to the extras of that block; an absent index has none."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything but the tokens that decides the bytes of a group's blocks.
+
+    dtypes: (plane name or kind, dtype) of every plane. kv_scales: digest of the scales of quantised KV, "" without.
+    layout: tag of the order and packing inside a block. draft: digest of the draft model's configuration, "" without.
+    """
+
+    model: str
+    revision: str
+    weights_version: str
+    dtypes: tuple[tuple[str, str], ...]
+    layout: str
+    group: str
+    block_size: int
+    kv_scales: str = ""
+    draft: str = ""
+
+    def digest(self) -> bytes:
+        """32 bytes, the root of every chain of keys; the order of `dtypes` does not matter."""
+        parts = [b"layercast identity 1"]
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if field == "dtypes":
+                value = _packed([_packed([_text(name), _text(dtype)]) for name, dtype in sorted(value)])
+            parts += [_text(field), value if isinstance(value, bytes) else _text(value)]
+        return sha256(_packed(parts)).digest()
+
+    def differences(self, other: "Identity") -> tuple[str, ...]:
+        """Names of the fields in which two identities differ, for a message."""
+        return tuple(name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
+
+
+def block_keys(
+    identity: Identity,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    extras: ExtrasOf | None = None,
+    known: Sequence[bytes] = (),
+) -> list[bytes]:
+    """One key for each full block of `tokens`; the tail of less than a block has none.
+
+    known: keys of the leading blocks that were computed before; they are kept, and only later tokens are hashed.
+    Raises NotCacheable for a token id or an extra that can't be named.
+    """
+    parent = known[-1] if known else identity.digest()
+    rest = tokens[len(known) * identity.block_size :]
+    return [*known, *continued_keys(parent, rest, identity.block_size, extras, first_block=len(known))]
+
+
+def continued_keys(
+    parent: bytes,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    block_size: int,
+    extras: ExtrasOf | None = None,
+    first_block: int = 0,
+) -> list[bytes]:
+    """Keys of the full blocks in `tokens`, which follow the block whose key is `parent`.
+
+    first_block: index of the first of them in the whole prompt, by which `extras` is asked.
+    """
+    if len(parent) != KEY_BYTES:
+        raise NotCacheable(f"a parent key has {KEY_BYTES} bytes, not {len(parent)}; start a chain from an identity")
+    blocks = len(tokens) // block_size
+    ids = _token_bytes(tokens[: blocks * block_size])
+    width = 4 * block_size
+    find = extras if callable(extras) else (extras or {}).get
+    keys = []
+    for block in range(blocks):
+        tagged = _tagged(find(first_block + block) or (), first_block + block)
+        parent = sha256(
+            b"layercast block 1" + parent + _packed([ids[block * width : (block + 1) * width], tagged])
+        ).digest()
+        keys.append(parent)
+    return keys
+
+
+def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Token ids as little-endian int32. A negative id is an engine's placeholder, so no content."""
+    if len(tokens) == 0:
+        return b""
+    try:
+        array = np.asarray(tokens)
+    except (OverflowError, ValueError) as error:
+        raise NotCacheable(f"token ids must be integers in 0..{MAX_TOKEN}: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise NotCacheable(f"token ids must be a flat list of integers in 0..{MAX_TOKEN}, not {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > MAX_TOKEN:
+        raise NotCacheable(f"token id {low if low < 0 else high} is outside 0..{MAX_TOKEN}; its block gets no key")
+    return array.astype("<i4").tobytes()
+
+
+def _tagged(extras: Sequence[Extra], block: int) -> bytes:
+    """A block's extras in one order, each with its kind."""
+    if not extras:
+        return b""
+    coded = []
+    for extra in extras:
+        if not extra.digest:
+            raise NotCacheable(f"block {block}: {extra.kind} without a digest can't be named; give one, or don't cache")
+        if extra.kind is ExtraKind.MEDIA and extra.offset is None:
+            raise NotCacheable(f"block {block}: media need the offset of their first token in the block")
+        offset = b"" if extra.offset is None else _text(extra.offset)
+        coded.append(_packed([_text(extra.kind), extra.digest, offset]))
+    return _packed(sorted(coded))
+
+
+def _packed(parts: Sequence[bytes]) -> bytes:
+    """Parts behind their number and lengths (little-endian uint64): equal only for equal lists."""
+    return b"".join([_u64(len(parts)), *(piece for part in parts for piece in (_u64(len(part)), part))])
+
+
+def _u64(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def _text(value: object) -> bytes:
+    return str(value).encode()
