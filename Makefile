@@ -1,0 +1,48 @@
+# `make help` lists the targets. PYTHON: what makes the environment; VENV: where it lies.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
+# Tests run real models on few cores: one compute thread each, and nothing is ever fetched.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full check format bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## a small real model, its KV moved layer by layer: a table, a picture, demo.json (DEMO_ARGS=...)
+	@$(BOOTSTRAP) demo
+	@HF_HUB_OFFLINE=1 $(BIN)/layercast demo --json demo.json $(DEMO_ARGS)
+
+test: ## everything but the slow tests (PYTEST_ARGS=...)
+	@$(BOOTSTRAP) demo test vllm
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: ## every test
+	@$(BOOTSTRAP) demo test vllm
+	@$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: ## format, lint, types, rooms, sizes
+	@$(BOOTSTRAP) check
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/size.py
+
+format: ## mend what ruff can mend
+	@$(BOOTSTRAP) check
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: ## the project's figures, as JSON (bench/)
+	@$(BOOTSTRAP) demo test
+	@for file in bench/bench_*.py; do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
+
+clean: ## remove the environment, caches and what the demo wrote
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out demo.json
+	find src tests scripts bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
