@@ -1,7 +1,7 @@
 """What a mover and a gate must do on any device.
 
-A mover copies pieces in the order they are submitted and hands back a flight for each. A gate is what the attention of a
-layer waits on. Neither knows requests, blocks, keys or stores.
+A mover copies pieces in the order they are submitted and hands back a flight for each. A gate is what the attention
+of a layer waits on. Neither knows requests, blocks, keys or stores.
 
 Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 - a flight lands only after the flights of its `after`, and after every byte of it is in place;

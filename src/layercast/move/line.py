@@ -1,0 +1,119 @@
+"""One worker thread that runs jobs in the order they are submitted, each after the flights it names.
+
+A job that waits for flights from elsewhere is parked, so that it delays nobody; it joins the queue when the last of
+them ends. Flights of this line need no parking: they come earlier in the queue. Does not know what a job does.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from layercast.errors import DeadlineExceeded, Refused
+from layercast.move.base import Flight
+from layercast.move.flights import HostFlight, first_error
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What to run for a flight. `run` ends the flight, or sees to it that it is ended later."""
+
+    flight: HostFlight
+    run: Callable[[float], None]
+    after: tuple[Flight, ...]
+    keep: tuple[object, ...]
+    missing: int = 0
+    ready_at: float = field(default_factory=time.monotonic)
+
+
+class Line:
+    """A queue of jobs and the thread that works on it, from construction to `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._parked: set[_Job] = set()
+        self._queued: dict[Flight, _Job] = {}
+        self._closed = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        flight: HostFlight,
+        run: Callable[[float], None],
+        after: Sequence[Flight] = (),
+        keep: Sequence[object] = (),
+    ) -> None:
+        """Run `run(ready_at)` on the thread once all of `after` have ended; it ends `flight`. Never blocks.
+
+        ready_at: seconds of time.monotonic at which nothing but this line held the job back.
+        If one of `after` failed, `flight` fails with its error and `run` is not called. Raises Refused once closed.
+        """
+        job = _Job(flight, run, tuple(after), tuple(keep))
+        with self._changed:
+            if self._closed:
+                raise Refused("this mover is closed; make a new one")
+            foreign = [other for other in after if not other.done and other not in self._queued]
+            job.missing = len(foreign)
+            if foreign:
+                self._parked.add(job)
+            else:
+                self._enqueue(job)
+        for other in foreign:
+            other.then(lambda _: self._arrived(job))
+
+    def close(self, timeout_s: float) -> None:
+        """Finish every job and end the thread. Refuses new ones at once.
+
+        Raises DeadlineExceeded after `timeout_s` seconds; flights still parked then fail with it.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not (self._parked or self._queued), timeout_s)
+            abandoned, self._parked = self._parked, set()
+        late = DeadlineExceeded(f"the mover was closed and what this copy waits for has not ended in {timeout_s:g} s")
+        for job in abandoned:
+            job.flight.fail(late)
+        self._jobs.put(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if abandoned or self._thread.is_alive():
+            raise DeadlineExceeded(
+                f"{self._thread.name}: not everything submitted has ended within {timeout_s:g} s; "
+                f"{len(abandoned)} copies that wait for others were given up"
+            )
+
+    def _enqueue(self, job: _Job) -> None:
+        """With the lock held, so that `_queued` has the order of the queue."""
+        job.ready_at = time.monotonic()
+        self._queued[job.flight] = job
+        job.flight.then(self._forget)
+        self._jobs.put(job)
+
+    def _arrived(self, job: _Job) -> None:
+        with self._changed:
+            job.missing -= 1
+            if job.missing == 0 and job in self._parked:
+                self._parked.remove(job)
+                self._enqueue(job)
+
+    def _forget(self, flight: Flight) -> None:
+        with self._changed:
+            self._queued.pop(flight, None)
+            self._changed.notify_all()
+
+
+def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            error = first_error(job.after)
+            if error is None:
+                job.run(job.ready_at)
+            else:
+                job.flight.fail(error)
+        except Exception as error:  # noqa: BLE001  one job's trouble is its own
+            if not job.flight.done:
+                job.flight.fail(error)
+        del job  # what it keeps must not live until the next job comes

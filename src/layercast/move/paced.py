@@ -1,0 +1,63 @@
+"""A mover behind a model of a link: the same copies, no faster than a given rate.
+
+For measuring overlap on a machine whose memory is faster than the link of interest. Whatever is reported from it has to
+say that it was paced. Does not know how the copies are done.
+"""
+
+import time
+from collections.abc import Sequence
+
+from layercast.errors import BadSetting
+from layercast.move.base import DigestFlight, Flight, Mover
+from layercast.move.flights import HostFlight
+from layercast.move.line import Line
+from layercast.plan.pieces import DigestRanges, Pieces
+
+BYTES_PER_GBIT = 125_000_000
+
+
+class PacedMover(Mover):
+    """Another mover, owned by this one, at most `link_gbps` gigabits (of 125e6 bytes) a second."""
+
+    def __init__(self, mover: Mover, link_gbps: float) -> None:
+        if not link_gbps > 0:
+            raise BadSetting(f"link_gbps = {link_gbps}: a link carries more than 0 gigabits a second")
+        self._mover = mover
+        self._rate = link_gbps * BYTES_PER_GBIT
+        self._free_at = 0.0
+        self._line = Line("layercast-link")
+
+    def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> HostFlight:
+        """Copy `pieces`; the flight lands when the link would have carried them. Raises Refused once closed."""
+        flight = HostFlight()
+
+        def run(ready_at: float) -> None:
+            # Counted from when the link could have begun, not from when this thread woke: lateness never adds up.
+            self._free_at = max(self._free_at, ready_at) + pieces.nbytes / self._rate
+            copied = self._mover.submit(pieces, after=after, keep=keep)
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
+            copied.then(lambda _: flight.land() if copied.error is None else flight.fail(copied.error))
+
+        self._line.submit(flight, run, after, keep)
+        return flight
+
+    def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
+        """Digests by the mover itself: they do not cross the link."""
+        return self._mover.digest(ranges, after=after)
+
+    def mark(self) -> Flight:
+        """The mover's own mark."""
+        return self._mover.mark()
+
+    @property
+    def staging_bytes(self) -> int:
+        """The mover's own staging."""
+        return self._mover.staging_bytes
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was submitted, end both threads. Raises DeadlineExceeded."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._line.close(timeout_s)
+        finally:
+            self._mover.close(max(0.0, deadline - time.monotonic()))
