@@ -1,0 +1,7 @@
+from layercast.move.gates import CpuGate
+from layercast.testing.move_laws import GateLaws
+
+
+class TestCpuGate(GateLaws):
+    def make_gate(self):
+        return CpuGate()
