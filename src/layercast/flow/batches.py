@@ -1,0 +1,117 @@
+"""From an order to batches: which windows of which blocks are submitted together, and what is hashed on the way.
+
+Does not know queues, gates or threads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layercast.config import Config
+from layercast.flow.issue import Batch
+from layercast.flow.orders import BlockPairs, LoadOrder
+from layercast.flow.runs import Expected, LoadRun, SaveRun
+from layercast.move.base import Digests, Flight
+from layercast.plan.batches import batches_of, windows_of
+from layercast.plan.pieces import CopyPlan, Pieces, Route, route_between
+from layercast.spec.groups import Layout
+
+
+class SlabMemory(Protocol):
+    """The slab as flow sees it: where slots lie, and the digests taken at saving."""
+
+    @property
+    def layout(self) -> Layout:
+        """The engine's groups, whose blocks are slots."""
+        ...
+
+    @property
+    def digests(self) -> Sequence[Digests]:
+        """One array a group, [layers of the group, slots]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The routes between an engine's memory and a slab, in both directions, and how batches are cut."""
+
+    slab: SlabMemory
+    config: Config
+    layers: tuple[int, ...]
+    saving: tuple[Route, ...]
+    loading: tuple[Route, ...]
+
+    @staticmethod
+    def between(engine: Layout, slab: SlabMemory, config: Config) -> "Ways":
+        """Routes between an engine's layout and a slab. Raises LayoutMismatch."""
+        pairs = list(zip(engine.groups, slab.layout.groups, strict=True))
+        return Ways(
+            slab,
+            config,
+            engine.layers,
+            tuple(route_between(ours, theirs) for ours, theirs in pairs),
+            tuple(route_between(theirs, ours) for ours, theirs in pairs),
+        )
+
+    def load_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
+        """(group, plan from slots to engine blocks) for every group that moves anything."""
+        plans = [(pair.group, self.loading[pair.group].plan(pair.slots, pair.blocks)) for pair in pairs]
+        return [(group, plan) for group, plan in plans if plan.blocks]
+
+    def save_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
+        """(group, plan from engine blocks to slots) for every group that moves anything."""
+        plans = [(pair.group, self.saving[pair.group].plan(pair.blocks, pair.slots)) for pair in pairs]
+        return [(group, plan) for group, plan in plans if plan.blocks]
+
+    def load_batches(self, run: LoadRun, order: LoadOrder) -> list[Batch]:
+        """All batches of a load, window by window."""
+        plans = self.load_plans(order.pairs)
+        moved = {layer for _, plan in plans for layer in plan.layers}
+        batches: list[Batch] = []
+        for window in windows_of(self.layers, order.window):
+            layers = tuple(layer for layer in window if layer in moved)
+            for group, plan in plans:
+                mine = [layer for layer in layers if layer in plan.columns]
+                if mine:
+                    batches += self._loads_of_group(run, layers, mine, group, plan)
+        return batches
+
+    def _loads_of_group(
+        self, run: LoadRun, window: tuple[int, ...], mine: Sequence[int], group: int, plan: CopyPlan
+    ) -> list[Batch]:
+        """One window's copies of one group; digests ride on the last batch, since movers keep order."""
+        *parts, end = self._parts(plan, mine)
+        ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.config.verify]
+        last = Batch(run, run.id, window, end, tuple(ranges))
+        if ranges:
+            slots = plan.pairs()[0]
+            stored = self.slab.digests[group]
+            run.expected[last] = tuple(
+                Expected(group, slots, stored[self._place(group, layer), slots]) for layer in mine
+            )
+        return [*(Batch(run, run.id, window, part) for part in parts), last]
+
+    def save_batches(
+        self, save: SaveRun, plans: Sequence[tuple[int, CopyPlan]], window: Sequence[int], after: Flight
+    ) -> list[Batch]:
+        """The copies of a save in one window, ordered behind `after`."""
+        batches: list[Batch] = []
+        for group, plan in plans:
+            mine = tuple(layer for layer in window if layer in plan.columns)
+            if not mine:
+                continue
+            *parts, end = self._parts(plan, mine)
+            ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.config.verify]
+            last = Batch(save, save.order.id, mine, end, tuple(ranges), (after,))
+            save.places[last] = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
+            batches += [*(Batch(save, save.order.id, mine, part, (), (after,)) for part in parts), last]
+        return batches
+
+    def _parts(self, plan: CopyPlan, layers: Sequence[int]) -> list[Pieces]:
+        return batches_of(
+            plan, layers, self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
+        )
+
+    def _place(self, group: int, layer: int) -> int:
+        """The layer's row in the group's digests."""
+        return self.slab.layout.groups[group].layers.index(layer)

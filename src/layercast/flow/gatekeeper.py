@@ -1,0 +1,79 @@
+"""Keeps a step's gates true to its loads: armed with what must end, opened by what ends, rearmed without what is late.
+
+Does not know movers, requests or keys.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from layercast.errors import DeadlineExceeded
+from layercast.flow.issue import Batch
+from layercast.flow.runs import LoadRun
+from layercast.move.base import Flight, Gate
+from layercast.move.flights import HostFlight
+
+
+class Gatekeeper:
+    """One step's gates at a time."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._lock = threading.Lock()
+        self._live: set[LoadRun] = set()
+        self._flights: dict[Batch, Flight] = {}
+
+    def arm(self, runs: Iterable[LoadRun]) -> None:
+        """Close the gates of every layer that these loads move."""
+        with self._lock:
+            self._flights.clear()
+            self._live = set(runs)
+            self._rearm()
+
+    def opened(self, batch: Batch, flight: Flight) -> None:
+        """A batch is under way: its layers' gates will count its end."""
+        with self._lock:
+            if batch.run in self._live:
+                self._flights[batch] = flight
+                self._pass(batch, flight)
+
+    def skip(self, batches: Sequence[Batch]) -> None:
+        """Batches that will never be submitted count as ended."""
+        over = HostFlight()
+        over.land()
+        for batch in batches:
+            self.opened(batch, over)
+
+    def wait(self, layer: int, timeout_s: float) -> tuple[float, list[LoadRun]]:
+        """(seconds blocked, the loads that were late for this layer and no longer count)."""
+        try:
+            return self._gate.wait(layer, timeout_s), []
+        except DeadlineExceeded:
+            return timeout_s, self._give_up(layer)
+
+    def release(self) -> None:
+        """The step is over: nothing waits any more."""
+        with self._lock:
+            self._live.clear()
+            self._flights.clear()
+            self._gate.reset()
+
+    def _give_up(self, layer: int) -> list[LoadRun]:
+        with self._lock:
+            late = [run for run in self._live if any(layer in batch.layers for batch in run.left())]
+            self._live.difference_update(late)
+            self._rearm()
+        return late
+
+    def _rearm(self) -> None:
+        """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
+        left = [batch for run in self._live for batch in run.left()]
+        self._gate.reset()
+        self._gate.arm(Counter(layer for batch in left for layer in batch.layers))
+        for batch in left:
+            if batch in self._flights:
+                self._pass(batch, self._flights[batch])
+
+    def _pass(self, batch: Batch, flight: Flight) -> None:
+        for layer in batch.layers:
+            self._gate.open(layer, flight)

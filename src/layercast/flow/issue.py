@@ -1,0 +1,130 @@
+"""Hands batches to a mover in deadline order, at most `depth` of them at a time.
+
+Batches are issued by whoever makes room: the caller that adds one, then the mover's own thread as flights end. So the
+forward's thread issues at most `depth` batches, and no thread exists for issuing alone. Loads go before saves.
+Does not know what a batch is for, gates or keys.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layercast.errors import DeadlineExceeded, LayercastError
+from layercast.move.base import DigestFlight, Flight, Mover
+from layercast.move.flights import HostFlight
+from layercast.plan.order import DeadlineQueue
+from layercast.plan.pieces import DigestRanges, Pieces
+
+
+class Run(Protocol):
+    """A load or a save under way: told of each of its batches, on any thread."""
+
+    def submitted(self, batch: "Batch", last: Flight) -> None:
+        """The batch is with the mover; it has ended once `last` has."""
+        ...
+
+    def ended(self, batch: "Batch", flight: Flight, digests: Sequence[DigestFlight]) -> None:
+        """The batch has ended, well or not (`flight.error`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One submission: pieces, then digests of what they moved.
+
+    layers: what it brings nearer to complete; its first is the layer that waits for it.
+    """
+
+    run: Run
+    owner: str
+    layers: tuple[int, ...]
+    pieces: Pieces
+    digests: tuple[DigestRanges, ...] = ()
+    after: tuple[Flight, ...] = ()
+
+
+class Issuer:
+    """The queue of loads, the queue of saves behind it, and the count of batches in flight."""
+
+    def __init__(self, mover: Mover, depth: int, keep: Sequence[object] = ()) -> None:
+        self._mover = mover
+        self._depth = depth
+        self._keep = tuple(keep)
+        self._lock = threading.Condition()
+        self._loads: DeadlineQueue[Batch] = DeadlineQueue()
+        self._saves: deque[Batch] = deque()
+        self._in_flight = 0
+        self._pumping = False
+        self.peak_in_flight = 0
+
+    def add_loads(self, batches: Iterable[Batch]) -> None:
+        """Queue batches that a layer waits for."""
+        with self._lock:
+            for batch in batches:
+                self._loads.push(batch, layer=batch.layers[0], owner=batch.owner)
+        self._pump()
+
+    def add_saves(self, batches: Iterable[Batch]) -> None:
+        """Queue batches that nobody waits for."""
+        with self._lock:
+            self._saves.extend(batches)
+        self._pump()
+
+    def drop(self, owner: str) -> list[Batch]:
+        """Take back what is still queued for a load or save; what is in flight goes on."""
+        with self._lock:
+            dropped = self._loads.remove(owner)
+            kept = [batch for batch in self._saves if batch.owner != owner]
+            dropped += [batch for batch in self._saves if batch.owner == owner]
+            self._saves = deque(kept)
+        return dropped
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: not (self._in_flight or self._loads or self._saves), timeout_s):
+                raise DeadlineExceeded(f"{self._in_flight} batches have not ended within {timeout_s:g} s")
+
+    def _pump(self) -> None:
+        """Submit while there is room. One thread pumps at a time; the others leave their change to it."""
+        with self._lock:
+            if self._pumping:
+                return
+            self._pumping = True
+        while (batch := self._next()) is not None:
+            self._submit(batch)
+
+    def _next(self) -> Batch | None:
+        with self._lock:
+            if self._in_flight < self._depth:
+                batch = self._loads.pop() if self._loads else self._saves.popleft() if self._saves else None
+                if batch is not None:
+                    self._in_flight += 1
+                    self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
+                    return batch
+            self._pumping = False
+            return None
+
+    def _submit(self, batch: Batch) -> None:
+        digests: list[DigestFlight] = []
+        try:
+            last: Flight = self._mover.submit(batch.pieces, after=batch.after, keep=self._keep)
+            for ranges in batch.digests:
+                last = digest = self._mover.digest(ranges, after=(last,))
+                digests.append(digest)
+        except LayercastError as error:
+            failed = HostFlight()
+            failed.fail(error)
+            last = failed
+        # The run hears of the end before any gate does: what a gate lets through has been checked.
+        last.then(lambda flight: self._ended(batch, flight, digests))
+        batch.run.submitted(batch, last)
+
+    def _ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
+        batch.run.ended(batch, flight, digests)
+        with self._lock:
+            self._in_flight -= 1
+            self._lock.notify_all()
+        self._pump()

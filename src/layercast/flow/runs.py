@@ -1,0 +1,227 @@
+"""A load and a save under way, from the first batch to the outcome.
+
+Both count what has ended, layer by layer, and keep no opinion on what happens next. Thread-safe: batches end on the
+mover's thread while the forward's thread asks. Do not know queues, movers or gates.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from layercast.flow.issue import Batch
+from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome, ReceiveOrder, SaveOrder, SaveOutcome
+from layercast.move.base import DigestFlight, Digests, Flight
+from layercast.plan.pieces import CopyPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one layer of a load must hash to: digests of the slots, row by row of the digest's ranges."""
+
+    group: int
+    slots: Ints
+    digests: Digests
+
+
+@dataclass(slots=True)
+class Clocking:
+    """When a run's first batch was submitted, when its last one ended, and how long a forward waited for it."""
+
+    first_s: float | None = None
+    last_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def start(self) -> None:
+        """Note the first submission."""
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from the first submission to the last end."""
+        return 0.0 if self.first_s is None else max(0.0, self.last_s - self.first_s)
+
+
+class Overseer(Protocol):
+    """Who a load reports to while it is under way."""
+
+    def opened(self, batch: Batch, flight: Flight) -> None:
+        """A batch was submitted."""
+        ...
+
+    def stopped(self, run: "LoadRun") -> None:
+        """The load has failed; what is still queued need not be moved."""
+        ...
+
+
+@dataclass(eq=False)
+class LoadRun:
+    """One load, or one receive, of a step."""
+
+    order: LoadOrder | ReceiveOrder
+    id: str
+    overseer: Overseer
+    expected: dict[Batch, tuple[Expected, ...]] = field(default_factory=dict)
+    clocking: Clocking = field(default_factory=Clocking)
+    layers: frozenset[int] = frozenset()
+    end: LoadEnd | None = None
+    reason: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _left: set[Batch] = field(default_factory=set)
+    _moved: int = 0
+    _bad: list[tuple[int, int]] = field(default_factory=list)
+
+    def plan(self, batches: Sequence[Batch]) -> None:
+        """Take note of every batch that must end before the load has."""
+        self._left = set(batches)
+        self.layers = frozenset(layer for batch in batches for layer in batch.layers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no batch is queued or in flight any more, so that the target blocks are quiet."""
+        return not self._left
+
+    def left(self) -> set[Batch]:
+        """Batches that have not ended."""
+        with self._lock:
+            return set(self._left)
+
+    def submitted(self, batch: Batch, last: Flight) -> None:
+        """A batch is with the mover."""
+        self.clocking.start()
+        self.overseer.opened(batch, last)
+
+    def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
+        """A batch landed or failed: check its digests, count it."""
+        bad = [] if flight.error else _differing(self.expected.get(batch, ()), digests)
+        with self._lock:
+            self._left.discard(batch)
+            self.clocking.last_s = time.perf_counter()
+            if flight.error is None:
+                self._moved += batch.pieces.nbytes
+            self._bad += bad
+        if flight.error is not None:
+            self.fail(LoadEnd.LOST, str(flight.error))
+        elif bad:
+            self.fail(LoadEnd.CORRUPT, f"{len(bad)} blocks differ from what was saved, in layers {batch.layers}")
+
+    def fail(self, end: LoadEnd, reason: str) -> None:
+        """Decide the load's end, once; a later reason changes nothing."""
+        with self._lock:
+            if self.end is not None:
+                return
+            self.end, self.reason = end, reason
+        self.overseer.stopped(self)
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Batches that will never be submitted."""
+        with self._lock:
+            self._left.difference_update(batches)
+
+    def outcome(self, verified: bool) -> LoadOutcome:
+        """The end, once settled."""
+        end = self.end or LoadEnd.LANDED
+        return LoadOutcome(
+            id=self.id,
+            request=self.order.request,
+            end=end,
+            nbytes=self._moved,
+            layers=len(self.layers),
+            verified=verified and end is LoadEnd.LANDED,
+            transfer_s=self.clocking.transfer_s,
+            exposed_s=self.clocking.exposed_s,
+            reason=self.reason,
+            bad_slots=tuple(sorted(set(self._bad))),
+        )
+
+
+def _differing(expected: Sequence[Expected], digests: Sequence[DigestFlight]) -> list[tuple[int, int]]:
+    """(group, slot) of every block whose digest is not the one taken at saving."""
+    bad = []
+    for want, got in zip(expected, digests, strict=True):
+        bad += [(want.group, int(slot)) for slot in want.slots[want.digests != got.digests]]
+    return bad
+
+
+@dataclass(eq=False)
+class SaveRun:
+    """One save: layers to cover, layers covered, and where its digests go."""
+
+    order: SaveOrder
+    plans: list[tuple[int, CopyPlan]]
+    store: Sequence[Digests]
+    places: dict[Batch, tuple[tuple[int, int, Ints], ...]] = field(default_factory=dict)
+    error: BaseException | None = None
+    swept: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _written: set[int] = field(default_factory=set)
+    _left: set[Batch] = field(default_factory=set)
+    _covered: set[int] = field(default_factory=set)
+    _moved: int = 0
+
+    def __post_init__(self) -> None:
+        self.layers = {layer for _, plan in self.plans for layer in plan.layers}
+
+    def completes(self, layer: int, window: Sequence[int]) -> bool:
+        """Whether writing this layer makes its window ready to copy; a repeat changes nothing."""
+        if layer in self._written or layer not in self.layers or self.error is not None:
+            return False
+        self._written.add(layer)
+        return self.layers.intersection(window) <= self._written
+
+    def missing(self) -> list[int]:
+        """Layers that no hook has announced, ascending."""
+        return sorted(self.layers - self._written)
+
+    def queue(self, batches: Sequence[Batch]) -> None:
+        """Take note of batches that must end before their layers are covered."""
+        with self._lock:
+            self._left.update(batches)
+
+    def submitted(self, batch: Batch, last: Flight) -> None:
+        """Nothing waits for a save."""
+
+    def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
+        """A batch landed or failed: record its digests, count its layers."""
+        if flight.error is None and digests:
+            for (group, place, slots), digest in zip(self.places[batch], digests, strict=True):
+                self.store[group][place, slots] = digest.digests
+        with self._lock:
+            self._left.discard(batch)
+            if flight.error is not None:
+                self.error = self.error or flight.error
+            else:
+                self._moved += batch.pieces.nbytes
+                done = set(batch.layers) - {layer for other in self._left for layer in other.layers}
+                self._covered |= done
+
+    def give_up(self, error: BaseException, batches: Sequence[Batch] = ()) -> None:
+        """End the save as failed; `batches` will never be submitted."""
+        with self._lock:
+            self.error = self.error or error
+            self._left.difference_update(batches)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is over: every layer covered, or failed with nothing in flight."""
+        with self._lock:
+            return not self._left and (self.error is not None or self._covered == self.layers)
+
+    def outcome(self) -> SaveOutcome:
+        """The end, once settled."""
+        return SaveOutcome(
+            id=self.order.id,
+            request=self.order.request,
+            saved=self.error is None,
+            nbytes=self._moved,
+            layers=len(self._covered),
+            swept_layers=self.swept,
+            reason="" if self.error is None else str(self.error),
+        )

@@ -1,0 +1,197 @@
+"""The worker side of one rank: turns a step's orders into copies, gates and reports.
+
+Works by slot and block number. Does not know keys, leases, or why something moves.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layercast.errors import Missing
+from layercast.flow.batches import Ways
+from layercast.flow.gatekeeper import Gatekeeper
+from layercast.flow.issue import Batch, Issuer
+from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport
+from layercast.flow.runs import LoadRun, SaveRun
+from layercast.move.base import Flight, Gate, Mover
+from layercast.plan.batches import windows_of
+from layercast.plan.pieces import Pieces
+
+
+class Outbound(Protocol):
+    """Where pushes go."""
+
+    def written(self, order: PushOrder, layer: int) -> None:
+        """The order's blocks are complete in this layer. A repeat changes nothing. Never blocks."""
+        ...
+
+
+class Inbound(Protocol):
+    """Where pushes land."""
+
+    def arrivals(self, order: ReceiveOrder) -> Mapping[int, Flight]:
+        """For each layer, a flight that lands when the whole push has arrived in that layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The network's two ends, where a worker has them."""
+
+    outbound: Outbound | None = None
+    inbound: Inbound | None = None
+
+
+NO_PEERS = Peers()
+
+
+class Worker:
+    """One rank's pipelines. Its methods belong to the engine's thread; batches end on the mover's."""
+
+    def __init__(
+        self, ways: Ways, mover: Mover, gate: Gate, peers: Peers = NO_PEERS, keep: Sequence[object] = ()
+    ) -> None:
+        self.ways = ways
+        self.mover = mover
+        self.gates = Gatekeeper(gate)
+        self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab))
+        self.peers = peers
+        self._loads: list[LoadRun] = []
+        self._saves: list[SaveRun] = []
+
+    def begin(self, orders: StepOrders) -> "LayerStep":
+        """Start a step: plan and issue its loads, take note of its saves and pushes.
+
+        Raises BadBlocks for ids that can't be, before anything of the step moves.
+        """
+        loads = dict(map(self._load, orders.loads))
+        arrivals = dict(map(self._receive, orders.receives))
+        saves = [SaveRun(order, self.ways.save_plans(order.pairs), self.ways.slab.digests) for order in orders.saves]
+        self._loads += [*loads, *arrivals]
+        self._saves += saves
+        self.gates.arm([*loads, *arrivals])
+        for run, flights in arrivals.items():
+            _follow(run, flights)
+        self.issuer.add_loads(itertools.chain(*loads.values()))
+        return LayerStep(self, orders, [*loads, *arrivals], saves)
+
+    def abort(self, request: str) -> None:
+        """Issue nothing more of a request; what is in flight is reported once it has ended."""
+        for run in [run for run in self._loads if run.order.request == request]:
+            run.fail(LoadEnd.ABORTED, "the request was aborted")
+        for save in [save for save in self._saves if save.order.request == request]:
+            save.give_up(Missing("the request was aborted"), self.issuer.drop(save.order.id))
+
+    def report(self, step: int, failed: Sequence[str] = ()) -> StepReport:
+        """What has ended since the last report."""
+        landed = [run for run in self._loads if run.settled]
+        saved = [save for save in self._saves if save.settled]
+        self._loads = [run for run in self._loads if run not in landed]
+        self._saves = [save for save in self._saves if save not in saved]
+        verify = self.ways.config.verify
+        return StepReport(
+            step,
+            tuple(failed),
+            tuple(run.outcome(verify) for run in landed),
+            tuple(save.outcome() for save in saved),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was begun has been reported."""
+        return not self._loads and not self._saves
+
+    def opened(self, batch: Batch, flight: Flight) -> None:
+        """A load's batch is under way."""
+        self.gates.opened(batch, flight)
+
+    def stopped(self, run: LoadRun) -> None:
+        """A load has failed: move no more of it, and let nobody wait for the rest."""
+        dropped = self.issuer.drop(run.id)
+        self.gates.skip(dropped)
+        run.give_back(dropped)
+
+    def _load(self, order: LoadOrder) -> tuple[LoadRun, list[Batch]]:
+        run = LoadRun(order, order.id, self)
+        batches = self.ways.load_batches(run, order)
+        run.plan(batches)
+        return run, batches
+
+    def _receive(self, order: ReceiveOrder) -> tuple[LoadRun, dict[Batch, Flight]]:
+        """A push is followed, not moved: one empty batch a layer, whose flight ends when the peer's bytes are in."""
+        if self.peers.inbound is None:
+            raise Missing(f"{order.request}: this worker receives no pushes")
+        run = LoadRun(order, order.transfer, self)
+        flights = {
+            Batch(run, run.id, (layer,), Pieces.join([])): flight
+            for layer, flight in self.peers.inbound.arrivals(order).items()
+        }
+        run.plan(list(flights))
+        return run, flights
+
+
+def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
+    for batch, flight in flights.items():
+        flight.then(lambda ended, batch=batch: run.ended(batch, ended, ()))  # type: ignore[misc]
+        run.submitted(batch, flight)
+
+
+class LayerStep:
+    """One forward of a worker (see `flow.step.Step`)."""
+
+    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saves: list[SaveRun]) -> None:
+        self._worker = worker
+        self._orders = orders
+        self._loads = loads
+        self._saves = saves
+        self._waited: set[int] = set()
+        self._timeout_s = worker.ways.config.layer_wait_ms / 1000
+        windows = windows_of(worker.ways.layers, worker.ways.config.layerwise_window)
+        self._window_of = {layer: window for window in windows for layer in window}
+
+    def wait(self, layer: int) -> None:
+        """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
+        self._waited.add(layer)
+        blocked, late = self._worker.gates.wait(layer, self._timeout_s)
+        for run in late:
+            run.fail(LoadEnd.LATE, f"layer {layer} had not arrived after {self._timeout_s:g} s")
+        if blocked:
+            for run in self._loads:
+                if layer in run.layers:
+                    run.clocking.exposed_s += blocked
+
+    def written(self, layer: int) -> None:
+        """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
+        if self._saves:
+            self._save(layer)
+        if self._worker.peers.outbound is not None:
+            for push in self._orders.pushes:
+                self._worker.peers.outbound.written(push, layer)
+
+    def _save(self, layer: int) -> None:
+        window = self._window_of[layer]
+        ready = [save for save in self._saves if save.completes(layer, window)]
+        if ready:
+            after = self._worker.mover.mark()
+            for save in ready:
+                batches = self._worker.ways.save_batches(save, save.plans, window, after)
+                save.queue(batches)
+                self._worker.issuer.add_saves(batches)
+
+    def end(self) -> StepReport:
+        """Sweep the layers that no hook announced, open every gate, and report what ended.
+
+        A load whose layers were not all waited for may have been read before it landed, so it has failed.
+        """
+        for layer in sorted({layer for save in self._saves for layer in save.missing()}):
+            for save in self._saves:
+                save.swept += layer in save.missing()
+            self._save(layer)
+        for run in self._loads:
+            unread = sorted(run.layers - self._waited)
+            if unread:
+                run.fail(LoadEnd.LATE, f"the forward never waited for layers {unread}: their hooks did not fire")
+        self._worker.gates.release()
+        failed = sorted({run.order.request for run in self._loads if run.end is not None})
+        return self._worker.report(self._orders.step, failed)
