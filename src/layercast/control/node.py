@@ -16,6 +16,7 @@ from layercast.move.base import Mover
 from layercast.move.cpu import CpuMover
 from layercast.move.gates import CpuGate
 from layercast.move.paced import PacedMover
+from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import Layout
 from layercast.spec.keys import Identity
 from layercast.store.slab import Slab
@@ -32,6 +33,7 @@ def open_pool(
     keep: Sequence[object] = (),
     link_gbps: float | None = None,
     peers: Peers = NO_PEERS,
+    timeline: Timeline = OFF,
 ) -> Iterator[Pool]:
     """A pool for an engine whose caches are registered as `engine`.
 
@@ -42,7 +44,7 @@ def open_pool(
     slab = Slab.create(engine, config.host_bytes)
     mover: Mover = CpuMover() if link_gbps is None else PacedMover(CpuMover(), link_gbps)
     try:
-        worker = Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep)
+        worker = Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline)
         directory = Directory(slab.slots, time.monotonic, config.lease_s)
         yield Pool(worker, directory, engine, identities)
     finally:

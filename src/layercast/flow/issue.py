@@ -6,6 +6,7 @@ Does not know what a batch is for, gates or keys.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,18 @@ from typing import Protocol
 from layercast.errors import DeadlineExceeded, LayercastError
 from layercast.move.base import DigestFlight, Flight, Mover
 from layercast.move.flights import HostFlight
+from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.order import DeadlineQueue
 from layercast.plan.pieces import DigestRanges, Pieces
 
 
 class Run(Protocol):
     """A load or a save under way: told of each of its batches, on any thread."""
+
+    @property
+    def kind(self) -> SpanKind:
+        """How its copies appear in a timeline."""
+        ...
 
     def submitted(self, batch: "Batch", last: Flight) -> None:
         """The batch is with the mover; it has ended once `last` has."""
@@ -48,8 +55,10 @@ class Batch:
 class Issuer:
     """The queue of loads, the queue of saves behind it, and the count of batches in flight."""
 
-    def __init__(self, mover: Mover, depth: int, keep: Sequence[object] = ()) -> None:
+    def __init__(self, mover: Mover, depth: int, keep: Sequence[object] = (), timeline: Timeline = OFF) -> None:
         self._mover = mover
+        self._timeline = timeline
+        self._line_free_s = 0.0
         self._depth = depth
         self._keep = tuple(keep)
         self._lock = threading.Condition()
@@ -119,11 +128,18 @@ class Issuer:
             failed.fail(error)
             last = failed
         # The run hears of the end before any gate does: what a gate lets through has been checked.
-        last.then(lambda flight: self._ended(batch, flight, digests))
+        submitted_s = time.monotonic()
+        last.then(lambda flight: self._ended(batch, flight, digests, submitted_s))
         batch.run.submitted(batch, last)
 
-    def _ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
+    def _ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight], submitted_s: float) -> None:
         batch.run.ended(batch, flight, digests)
+        if self._timeline.on:
+            # The mover keeps order, so a batch began when it was submitted or when the one before it had ended.
+            start_s, self._line_free_s = max(submitted_s, self._line_free_s), time.monotonic()
+            for layer in batch.layers:
+                nbytes = batch.pieces.nbytes // len(batch.layers)
+                self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
             self._in_flight -= 1
             self._lock.notify_all()

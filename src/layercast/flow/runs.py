@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from layercast.flow.issue import Batch
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome, ReceiveOrder, SaveOrder, SaveOutcome
 from layercast.move.base import DigestFlight, Digests, Flight
+from layercast.observe.timeline import SpanKind
 from layercast.plan.pieces import CopyPlan
 
 Ints = npt.NDArray[np.int64]
@@ -65,6 +66,7 @@ class Overseer(Protocol):
 class LoadRun:
     """One load, or one receive, of a step."""
 
+    kind: ClassVar[SpanKind] = SpanKind.LOAD
     order: LoadOrder | ReceiveOrder
     id: str
     overseer: Overseer
@@ -154,6 +156,7 @@ def _differing(expected: Sequence[Expected], digests: Sequence[DigestFlight]) ->
 class SaveRun:
     """One save: layers to cover, layers covered, and where its digests go."""
 
+    kind: ClassVar[SpanKind] = SpanKind.SAVE
     order: SaveOrder
     plans: list[tuple[int, CopyPlan]]
     store: Sequence[Digests]

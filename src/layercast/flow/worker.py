@@ -4,6 +4,7 @@ Works by slot and block number. Does not know keys, leases, or why something mov
 """
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from layercast.flow.issue import Batch, Issuer
 from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport
 from layercast.flow.runs import LoadRun, SaveRun
 from layercast.move.base import Flight, Gate, Mover
+from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
 
@@ -50,12 +52,19 @@ class Worker:
     """One rank's pipelines. Its methods belong to the engine's thread; batches end on the mover's."""
 
     def __init__(
-        self, ways: Ways, mover: Mover, gate: Gate, peers: Peers = NO_PEERS, keep: Sequence[object] = ()
+        self,
+        ways: Ways,
+        mover: Mover,
+        gate: Gate,
+        peers: Peers = NO_PEERS,
+        keep: Sequence[object] = (),
+        timeline: Timeline = OFF,
     ) -> None:
         self.ways = ways
         self.mover = mover
         self.gates = Gatekeeper(gate)
-        self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab))
+        self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab), timeline)
+        self.timeline = timeline
         self.peers = peers
         self._loads: list[LoadRun] = []
         self._saves: list[SaveRun] = []
@@ -146,6 +155,7 @@ class LayerStep:
         self._loads = loads
         self._saves = saves
         self._waited: set[int] = set()
+        self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
         windows = windows_of(worker.ways.layers, worker.ways.config.layerwise_window)
         self._window_of = {layer: window for window in windows for layer in window}
@@ -153,6 +163,9 @@ class LayerStep:
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
         self._waited.add(layer)
+        timeline = self._worker.timeline
+        if timeline.on:
+            self._computed()
         blocked, late = self._worker.gates.wait(layer, self._timeout_s)
         for run in late:
             run.fail(LoadEnd.LATE, f"layer {layer} had not arrived after {self._timeout_s:g} s")
@@ -160,6 +173,11 @@ class LayerStep:
             for run in self._loads:
                 if layer in run.layers:
                     run.clocking.exposed_s += blocked
+        if timeline.on:
+            now = time.monotonic()
+            if blocked:
+                timeline.record(SpanKind.WAIT, layer, now - blocked, now)
+            self._computing = (layer, now)
 
     def written(self, layer: int) -> None:
         """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
@@ -168,6 +186,13 @@ class LayerStep:
         if self._worker.peers.outbound is not None:
             for push in self._orders.pushes:
                 self._worker.peers.outbound.written(push, layer)
+
+    def _computed(self) -> None:
+        """Record the layer that has computed since its wait ended."""
+        if self._computing is not None:
+            layer, start_s = self._computing
+            self._worker.timeline.record(SpanKind.COMPUTE, layer, start_s, time.monotonic())
+            self._computing = None
 
     def _save(self, layer: int) -> None:
         window = self._window_of[layer]
@@ -184,6 +209,7 @@ class LayerStep:
 
         A load whose layers were not all waited for may have been read before it landed, so it has failed.
         """
+        self._computed()
         for layer in sorted({layer for save in self._saves for layer in save.missing()}):
             for save in self._saves:
                 save.swept += layer in save.missing()

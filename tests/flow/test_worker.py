@@ -1,0 +1,224 @@
+"""The worker's pipelines: deadlines, order, isolation, depth."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+
+from layercast.config import Config
+from layercast.errors import LayercastError
+from layercast.flow.batches import Ways
+from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
+from layercast.flow.worker import Worker
+from layercast.move.base import Mover
+from layercast.move.cpu import CpuMover
+from layercast.move.gates import CpuGate
+from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.store.slab import Slab
+from layercast.testing.oracle import ByteEngine
+
+LAYERS, BLOCKS = 5, 32
+
+
+class ValveMover(Mover):
+    """A real mover whose copies wait until the test lets them go, and that notes what was submitted."""
+
+    def __init__(self):
+        self.inner, self.valve, self.log = CpuMover(), threading.Event(), []
+        self.valve.set()
+        self.broken = set()
+
+    def submit(self, pieces, *, after=(), keep=()):
+        number = len(self.log)
+        self.log.append(pieces)
+        held = self.inner.submit(pieces, after=(self._held(number), *after), keep=keep)
+        return held
+
+    def _held(self, number):
+        from layercast.move.flights import HostFlight
+
+        flight = HostFlight()
+
+        def go():
+            self.valve.wait(20)
+            flight.fail(LayercastError("the link broke")) if number in self.broken else flight.land()
+
+        thread = threading.Thread(target=go)
+        thread.start()
+        self.threads = [*getattr(self, "threads", []), thread]
+        return flight
+
+    def digest(self, ranges, *, after=()):
+        return self.inner.digest(ranges, after=after)
+
+    def mark(self):
+        return self.inner.mark()
+
+    @property
+    def staging_bytes(self):
+        return self.inner.staging_bytes
+
+    def close(self, timeout_s):
+        self.valve.set()
+        self.inner.close(timeout_s)
+        for thread in getattr(self, "threads", []):
+            thread.join(timeout_s)
+
+
+@contextmanager
+def worker_of(specs=None, **settings):
+    specs = specs or [GroupSpec("full", GroupKind.FULL, 4, tuple(range(LAYERS)))]
+    config = Config(**{"host_bytes": 1 << 20, "kv_recompute_threshold": 0, "verify": False, **settings})
+    engine, threads = ByteEngine(specs, BLOCKS), threading.active_count()
+    slab, mover = Slab.create(engine.layout, config.host_bytes), ValveMover()
+    try:
+        yield Worker(Ways.between(engine.layout, slab, config), mover, CpuGate()), engine, mover
+    finally:
+        mover.close(5)
+        slab.close()
+    assert threading.active_count() == threads
+
+
+def load(name, slots, blocks, window=1, group=0):
+    return LoadOrder(name, name, 4 * len(slots), (BlockPairs(group, tuple(slots), tuple(blocks)),), window)
+
+
+def forward(step, layers=LAYERS):
+    for layer in range(layers):
+        step.wait(layer)
+        step.written(layer)
+    return step.end()
+
+
+def settle(worker):
+    worker.issuer.wait_idle(5)
+    return worker.report(99)
+
+
+def test_layer_0_of_four_requests_is_issued_before_any_layer_1():
+    with worker_of(layerwise_prefetch_layers=1) as (worker, engine, mover):
+        mover.valve.clear()
+        loads = tuple(load(f"r{i}", range(i * 4, i * 4 + 4), range(i * 4, i * 4 + 4)) for i in range(4))
+        step = worker.begin(StepOrders(0, loads))
+        mover.valve.set()
+        report = forward(step)
+        assert not report.failed
+        base = [engine.arrays[layer].ctypes.data for layer in range(LAYERS)]
+        size = engine.arrays[0].nbytes
+        layers = [next(k for k in range(LAYERS) if base[k] <= p.target[0] < base[k] + size) for p in mover.log]
+        assert layers == sorted(layers)
+        assert layers.count(0) == 4
+
+
+def test_no_more_than_depth_batches_are_ever_in_flight():
+    for depth in (1, 2, 3):
+        with worker_of(layerwise_prefetch_layers=depth) as (worker, _, mover):
+            mover.valve.clear()
+            step = worker.begin(StepOrders(0, (load("a", range(8), range(8)),)))
+            assert len(mover.log) == depth
+            mover.valve.set()
+            assert not forward(step).failed
+            assert worker.issuer.peak_in_flight == depth
+            assert mover.staging_bytes == 0
+
+
+def test_a_small_load_waits_for_at_most_two_batches_of_a_huge_one():
+    with worker_of(layerwise_prefetch_layers=2, layerwise_max_transfer_blocks=1) as (worker, engine, mover):
+        mover.valve.clear()
+        worker.begin(StepOrders(0, (load("huge", range(24), range(24), window=0),)))
+        before = len(mover.log)
+        worker.begin(StepOrders(1, (load("small", [30], [30]),)))
+        mover.valve.set()
+        settle(worker)
+        target = engine.arrays[0].ctypes.data + 30 * engine.arrays[0].shape[1]
+        place = next(i for i, pieces in enumerate(mover.log) if pieces.target[0] == target)
+        assert before == 2
+        assert place - before <= 2
+
+
+def test_a_late_layer_fails_its_own_request_and_the_others_land():
+    with worker_of(layer_wait_ms=150, layerwise_prefetch_layers=8) as (worker, _, mover):
+        step = worker.begin(StepOrders(0, (load("good", [0, 1], [0, 1]),)))
+        assert not forward(step).failed
+        mover.valve.clear()
+        step = worker.begin(StepOrders(1, (load("late", [2, 3], [2, 3]),)))
+        start = time.monotonic()
+        report = forward(step)
+        assert 0.1 < time.monotonic() - start < 2 * 0.15 + 1
+        assert report.failed == ("late",)
+        assert report.loads == ()
+        mover.valve.set()
+        (outcome,) = settle(worker).loads
+        assert outcome.end is LoadEnd.LATE
+        assert "layer 0" in outcome.reason
+
+
+def test_a_failed_copy_fails_one_load_of_the_step_and_no_other():
+    with worker_of(layerwise_prefetch_layers=1) as (worker, engine, mover):
+        engine_before = {layer: array.copy() for layer, array in engine.arrays.items()}
+        mover.broken = {2}
+        step = worker.begin(StepOrders(0, tuple(load(n, [i], [i]) for i, n in enumerate("abc"))))
+        report = forward(step)
+        assert report.failed == ("c",)
+        ends = {outcome.request: outcome.end for outcome in (*report.loads, *settle(worker).loads)}
+        assert ends == {"a": LoadEnd.LANDED, "b": LoadEnd.LANDED, "c": LoadEnd.LOST}
+        assert len(mover.log) < 3 * LAYERS
+        for layer in range(LAYERS):
+            assert np.array_equal(engine.arrays[layer][2], engine_before[layer][2])
+
+
+def test_an_abort_in_flight_issues_nothing_more_and_reports_when_quiet():
+    with worker_of(layerwise_prefetch_layers=1) as (worker, _, mover):
+        mover.valve.clear()
+        step = worker.begin(StepOrders(0, (load("gone", [0], [0]), load("stays", [1], [1]))))
+        worker.abort("gone")
+        assert worker.report(0).loads == ()
+        mover.valve.set()
+        report = forward(step)
+        outcomes = {o.request: o for o in (*report.loads, *settle(worker).loads)}
+        assert outcomes["gone"].end is LoadEnd.ABORTED
+        assert outcomes["gone"].nbytes < outcomes["stays"].nbytes
+        assert outcomes["stays"].end is LoadEnd.LANDED
+        assert worker.idle
+
+
+def test_an_aborted_save_is_reported_as_not_saved():
+    with worker_of() as (worker, _, mover):
+        mover.valve.clear()
+        step = worker.begin(StepOrders(0, (), (SaveOrder("s", "gone", (BlockPairs(0, (0, 1), (0, 1)),)),)))
+        forward(step)
+        worker.abort("gone")
+        mover.valve.set()
+        (outcome,) = settle(worker).saves
+        assert not outcome.saved
+        assert worker.idle
+
+
+def test_a_save_repeated_by_draft_layers_counts_each_layer_once():
+    with worker_of() as (worker, _, mover):
+        step = worker.begin(StepOrders(0, (), (SaveOrder("s", "r", (BlockPairs(0, (0,), (3,)),)),)))
+        for _ in range(3):
+            for layer in range(LAYERS):
+                step.written(layer)
+        step.end()
+        settle(worker)
+        assert len(mover.log) == LAYERS
+
+
+def test_a_load_of_nothing_completes_at_once():
+    with worker_of() as (worker, _, mover):
+        step = worker.begin(StepOrders(0, (LoadOrder("e", "empty", 0, (BlockPairs(0, (), ()),)),)))
+        report = forward(step)
+        assert report.failed == ()
+        assert report.loads[0].end is LoadEnd.LANDED
+        assert mover.log == []
+
+
+def test_a_wait_or_a_write_of_a_step_that_moves_nothing_returns_at_once():
+    with worker_of() as (worker, _, mover):
+        step = worker.begin(StepOrders(0))
+        start = time.perf_counter()
+        assert forward(step).failed == ()
+        assert time.perf_counter() - start < 0.05
+        assert mover.log == []
