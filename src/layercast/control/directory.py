@@ -15,6 +15,8 @@ import msgspec
 from layercast.control.shelf import Absence, Block, Shelf
 from layercast.errors import Full, Missing, Refused
 
+__all__ = ["Absence", "Directory", "Lease", "LeaseState", "Reservation", "Stats"]
+
 Keys = Sequence[bytes]
 
 
