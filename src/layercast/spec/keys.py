@@ -65,16 +65,20 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> bytes:
         """32 bytes, the root of every chain of keys; the order of `dtypes` does not matter."""
         parts = [b"layercast identity 1"]
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if field == "dtypes":
-                value = _packed([_packed([_text(name), _text(dtype)]) for name, dtype in sorted(value)])
-            parts += [_text(field), value if isinstance(value, bytes) else _text(value)]
+        for field, value in self._fields().items():
+            if isinstance(value, list):
+                parts += [_text(field), _packed([_packed([_text(name), _text(dtype)]) for name, dtype in value])]
+            else:
+                parts += [_text(field), _text(value)]
         return sha256(_packed(parts)).digest()
 
     def differences(self, other: "Identity") -> tuple[str, ...]:
-        """Names of the fields in which two identities differ, for a message."""
-        return tuple(name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
+        """Names of the fields in which two identities differ, for a message; none exactly if their digests are equal."""
+        theirs = other._fields()
+        return tuple(name for name, value in self._fields().items() if value != theirs[name])
+
+    def _fields(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__struct_fields__} | {"dtypes": sorted(self.dtypes)}
 
 
 def block_keys(
