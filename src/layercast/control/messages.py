@@ -1,0 +1,81 @@
+"""What two engines say to one another about a push: frozen values, msgpack on the wire, no pickle.
+
+Every message names the transfer and its epoch; one of another epoch is late and ignored. Bytes of KV never travel in a
+message. Does not know how messages are carried.
+"""
+
+import msgspec
+
+from layercast.errors import Malformed
+from layercast.spec.groups import Layout
+
+
+class PushTicket(msgspec.Struct, frozen=True):
+    """A decode instance's offer: where and for how long a prefill instance may write a request's KV.
+
+    transfer: minted once. epoch: of this attempt. address: of the transport. region: what the transport lets the peer
+    write. layout: the target memory, by address. blocks: for each group, the target of each block index. tokens: that
+    the blocks have room for, and that are expected. identities: one digest a group, which both sides must share.
+    """
+
+    transfer: str
+    epoch: int
+    request: str
+    address: str
+    region: bytes
+    layout: Layout
+    blocks: tuple[tuple[int, ...], ...]
+    tokens: int
+    identities: tuple[bytes, ...]
+    timeout_s: float
+
+
+class LayerDone(msgspec.Struct, frozen=True, tag="layer"):
+    """The bytes of one layer of one part have been written.
+
+    part: number of the part, from 0. last: whether it is the last one. tokens: held once this part is complete.
+    blocks: target blocks of the layer's group, in the order of `digests` (uint64, little-endian).
+    """
+
+    transfer: str
+    epoch: int
+    layer: int
+    part: int
+    last: bool
+    tokens: int
+    blocks: tuple[int, ...]
+    digests: bytes
+
+
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
+    """Receiver to sender: everything has landed and is right; the source may go."""
+
+    transfer: str
+    epoch: int
+
+
+class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
+    """Either side: this push is over, for that reason."""
+
+    transfer: str
+    epoch: int
+    reason: str
+
+
+PushMessage = LayerDone | Confirmed | Aborted
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PushMessage)
+
+
+def encode(message: PushMessage) -> bytes:
+    """A message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> PushMessage:
+    """A message from msgpack. Raises Malformed."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Malformed(f"not a message about a push: {error}") from error
