@@ -1,0 +1,275 @@
+"""An embedded engine: chunked prefill and ragged decode of a Hugging Face model over paged memory and a pool of KV.
+
+One forward a step. The engine holds the blocks under every copy until its end is reported, discards a forward whose
+load failed, and never looks at bytes. Does not know keys, slots, text or networks.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from layercast.connector.transformers.allocator import BlockAllocator
+from layercast.connector.transformers.cache import LayerwiseCache
+from layercast.connector.transformers.geometry import read_geometry
+from layercast.connector.transformers.memory import PagedMemory, first_block
+from layercast.connector.transformers.pool import KVPool, NoPool, PoolFactory
+from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result
+from layercast.connector.transformers.sampling import generator_of, next_token
+from layercast.connector.transformers.schedule import Scheduler, Work
+from layercast.connector.transformers.space import BlockSpace
+from layercast.connector.transformers.view import forward_view
+from layercast.control.pool import Settled
+from layercast.errors import BadSetting, DeadlineExceeded, Refused
+from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome, StepOrders
+from layercast.flow.step import Step
+from layercast.spec.groups import GroupKind
+
+REPORT_WAIT_S = 1.0
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of an engine.
+
+    block_size: tokens per block. blocks: blocks of each attention group. chunk_blocks: most blocks of a prompt in one
+    forward. max_batch: most requests that answer at a time. state_block: tokens between snapshots of a recurrent
+    state, a multiple of block_size; a chunk never crosses one, so that any chunking saves the same keys. save_decode:
+    save the KV of answers. poison: fill free blocks with NaN (to find a wrong read).
+    """
+
+    block_size: int = 16
+    blocks: int = 512
+    chunk_blocks: int = 32
+    max_batch: int = 8
+    state_block: int = 64
+    block_major: bool = False
+    save_decode: bool = True
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.block_size, self.blocks, self.chunk_blocks, self.max_batch, self.state_block) < 1:
+            raise BadSetting(f"{self}: every size must be at least 1")
+        if self.state_block % self.block_size:
+            raise BadSetting(f"state_block = {self.state_block}: must be a multiple of block_size = {self.block_size}")
+
+    @property
+    def states(self) -> int:
+        """Blocks of the recurrent group: running states, and as many snapshots under copy."""
+        return 2 * self.max_batch + 2
+
+
+class Engine:
+    """Answers prompts, one forward a step. All methods belong to one thread.
+
+    pool: makes the pool for this engine's memory; None runs without one. Raises UnsupportedModel.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, settings: EngineSettings | None = None, pool: PoolFactory | None = None
+    ) -> None:
+        self.settings = settings or EngineSettings()
+        self.model = model
+        self.geometry = read_geometry(model)
+        specs = self.geometry.specs(self.settings.block_size, self.settings.state_block)
+        counts = [self.settings.states if s.kind is GroupKind.RECURRENT else self.settings.blocks + 1 for s in specs]
+        self.memory = PagedMemory(self.geometry, specs, counts, block_major=self.settings.block_major)
+        allocators = [BlockAllocator(first_block(s), n - first_block(s)) for s, n in zip(specs, counts, strict=True)]
+        self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else _forget)
+        self.pool: KVPool = pool(self.memory.layout) if pool else NoPool()
+        self._cache = LayerwiseCache(self.geometry, self.memory)
+        self._schedule = Scheduler(self.space, self.pool, self._chunk, self.settings.max_batch)
+        self._live: dict[str, Request] = {}
+        self._steps = itertools.count()
+        self._arrivals = itertools.count()
+
+    def submit(self, prompt: Sequence[int], params: Params | None = None) -> str:
+        """Queue a prompt (token ids); its request id. Raises Refused for one that can never be answered."""
+        params = params or Params()
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not prompt:
+            raise Refused("the prompt is empty: give at least one token")
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise Refused(f"the prompt holds a token id outside 0..{vocabulary - 1}")
+        self.space.refuse_if_too_long(len(prompt) + params.max_tokens - 1, self._chunk)
+        arrival = next(self._arrivals)
+        request = Request(
+            id=f"request-{arrival}",
+            arrival=arrival,
+            prompt_tokens=len(prompt),
+            tokens=[int(token) for token in prompt],
+            params=params,
+            generator=generator_of(params),
+            tables=self.space.tables(),
+            load=params.load,
+        )
+        self._live[request.id] = request
+        self._schedule.add(request)
+        return request.id
+
+    def step(self) -> list[Output]:
+        """Run one forward; the tokens and results it brought. Nothing to run: wait shortly for pending copies."""
+        work = self._schedule.next()
+        if work is not None:
+            return self._run(work)
+        if self.space.pending:
+            self._settle(self.pool.reports(next(self._steps), REPORT_WAIT_S))
+        return []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None
+    ) -> list[Result]:
+        """Answer all prompts; results in their order. One Params for all of them, or one for each."""
+        each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
+        ids = [self.submit(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        results: dict[str, Result] = {}
+        while not all(id in results for id in ids):
+            results.update({output.request: output.result for output in self.step() if output.result})
+        return [results[id] for id in ids]
+
+    def abort(self, request: str) -> Result:
+        """End a request now; what it has so far. Raises Refused for a request that is not under way."""
+        if request not in self._live:
+            raise Refused(f"{request!r} is not under way: it has ended, or was never submitted")
+        self.pool.abort(request)
+        return self._end(self._live[request], Finish.ABORTED)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until every copy under way has been reported. Raises DeadlineExceeded."""
+        deadline = time.monotonic() + timeout_s
+        while self.space.pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"{self.space.pending} copies had not ended after {timeout_s:g} s")
+            self._settle(self.pool.reports(next(self._steps), min(left, REPORT_WAIT_S)))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way and no copy pending."""
+        return not self._live and not self.space.pending
+
+    def check(self) -> None:
+        """Raises BadTransition unless every held block belongs to a request or to a copy under way."""
+        self.space.check(request.tables for request in self._schedule.requests)
+
+    @property
+    def _chunk(self) -> int:
+        return self.settings.chunk_blocks * self.settings.block_size
+
+    def _run(self, work: Work) -> list[Output]:
+        saves, snapshots = self._saves(work)
+        loads = (work.load,) if work.load else ()
+        for order in (*loads, *saves):
+            self.space.hold(order.id, order.pairs)
+        step = self.pool.begin(StepOrders(next(self._steps), loads, tuple(saves)))
+        try:
+            logits = self._forward(work, step, snapshots)
+        except BaseException:
+            # Half-written blocks must not be saved, and nobody is left to run these requests.
+            for request in work.requests:
+                self.pool.abort(request.id)
+            self._settle(self.pool.settle(step.end()))
+            for request in work.requests:
+                self._end(request, Finish.ABORTED)
+            raise
+        self._drop_snapshots(work)
+        settled = self.pool.settle(step.end())
+        self._settle(settled)
+        if work.requests[0].id in settled.failed:  # only a lone request can have a load
+            self._schedule.broken(work.requests[0])
+            return []
+        self._schedule.ran(work)
+        return [
+            self._sampled(request, row)
+            for request, row in zip(work.requests, logits, strict=True)
+            if request.remaining == 0
+        ]
+
+    def _forward(self, work: Work, step: Step, snapshots: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Last-token logits `[B, vocabulary]`, after which the rows and states of all requests lie in their blocks."""
+        device = self.model.device
+        past = [request.done for request in work.requests]
+        view = forward_view(self.memory.specs, [request.tables for request in work.requests], past, work.new, device)
+        tokens = [request.tokens[request.done : request.done + work.new] for request in work.requests]
+        self._cache.begin(view, step)
+        with torch.no_grad():
+            output = self.model(
+                input_ids=torch.tensor(tokens, device=device),
+                attention_mask=view.attention_mask(),
+                position_ids=view.position_ids(),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            self._cache.leave()
+        for state, snapshot in snapshots:
+            assert self.space.recurrent is not None
+            self.memory.copy_block(self.space.recurrent, state, snapshot)
+        self._cache.hand_off_states()
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _saves(self, work: Work) -> tuple[list[SaveOrder], list[tuple[int, int]]]:
+        """Save orders of the blocks that this forward completes, and (running state, snapshot) block pairs to copy."""
+        saves, snapshots = [], []
+        for request in work.requests:
+            before, after = request.done, request.done + work.new
+            if not self._to_save(request, before, after):
+                continue
+            tables = request.tables
+            snapshot = self.space.take_snapshot(tables, after) if self._snapshot_at(after) else None
+            order = self.pool.save_order(
+                request.id, request.tokens, before, after, tables.groups, request.params.extras
+            )
+            if order is not None:
+                saves.append(order)
+            if snapshot is not None and tables.state is not None:
+                snapshots.append((tables.state, snapshot))
+        return saves, snapshots
+
+    def _to_save(self, request: Request, before: int, after: int) -> bool:
+        size = self.settings.block_size
+        wanted = request.params.save and (self.settings.save_decode or after <= request.prompt_tokens)
+        return wanted and after // size > before // size
+
+    def _snapshot_at(self, tokens: int) -> bool:
+        return self.space.recurrent is not None and tokens % self.settings.state_block == 0
+
+    def _drop_snapshots(self, work: Work) -> None:
+        """A snapshot lives on only as the source of its copy."""
+        for request in work.requests:
+            if self._snapshot_at(request.done + work.new):
+                self.space.drop_snapshot(request.tables, request.done + work.new)
+
+    def _settle(self, settled: Settled) -> None:
+        outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
+        for outcome in outcomes:
+            self.space.ended(outcome.id)
+            if outcome.request in self._live:
+                self._live[outcome.request].receipts.append(outcome)
+
+    def _sampled(self, request: Request, logits: torch.Tensor) -> Output:
+        """Choose the request's next token; its last one ends it."""
+        params = request.params
+        token = next_token(logits, params, request.generator)
+        request.tokens.append(token)
+        request.first_token_s = request.first_token_s or time.perf_counter()
+        if params.logits:
+            request.logits.append(logits.float().cpu())
+        if token in params.stop:
+            return Output(request.id, token, self._end(request, Finish.STOP))
+        if len(request.tokens) - request.prompt_tokens == params.max_tokens:
+            return Output(request.id, token, self._end(request, Finish.LENGTH))
+        return Output(request.id, token)
+
+    def _end(self, request: Request, finish: Finish) -> Result:
+        self._schedule.remove(request)
+        del self._live[request.id]
+        self.pool.finish(request.id)
+        return request.result(finish)
+
+
+def _forget(group: int, blocks: list[int]) -> None:
+    """Freed blocks keep their old bytes."""

@@ -1,0 +1,199 @@
+"""What a Hugging Face model caches in each layer, learned from one tiny forward, and the groups that follow.
+
+Layer kinds are those that transformers itself chooses (`DynamicCache(config=...)`); shapes and dtypes are read from the
+tensors of a two-token forward, never worked out from the config. Does not know blocks, requests or steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+
+from layercast.errors import UnsupportedModel
+from layercast.spec.groups import GroupKind, GroupSpec
+
+AnyLayer: TypeAlias = CacheLayerMixin | LinearAttentionCacheLayerMixin
+
+HANDLED = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+REASONS = {
+    "DynamicIndexedLayer": "it also keeps indexer keys (sparse attention), which are not paged yet",
+    "DummyLayer": "it reads the KV of another layer, so it has no cache of its own to gate",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Per-token rows of one layer: keys `[heads, key_width]`, values `[heads, value_width]`.
+
+    id: the layer's id in layouts and steps. latent: rows are MLA's compressed latent and its rotary part.
+    window: tokens a query sees (itself included), or None.
+    """
+
+    id: int
+    heads: int
+    key_width: int
+    value_width: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+    latent: bool
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Fixed-size state of one recurrent layer, shapes without the batch axis; recurrent may be absent (short conv)."""
+
+    id: int
+    conv_shape: tuple[int, ...]
+    conv_dtype: torch.dtype
+    recurrent_shape: tuple[int, ...] | None
+    recurrent_dtype: torch.dtype | None
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One layer of the model: what it caches, if anything. A hybrid layer has both parts."""
+
+    attention: AttentionPart | None = None
+    state: StatePart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All layers, in the model's order. Part ids ascend in the order in which a forward reaches them."""
+
+    layers: tuple[LayerGeometry, ...]
+
+    @property
+    def attention(self) -> tuple[AttentionPart, ...]:
+        """Every part with per-token rows."""
+        return tuple(layer.attention for layer in self.layers if layer.attention)
+
+    @property
+    def states(self) -> tuple[StatePart, ...]:
+        """Every part with a fixed-size state."""
+        return tuple(layer.state for layer in self.layers if layer.state)
+
+    def specs(self, block_size: int, state_block: int) -> tuple[GroupSpec, ...]:
+        """The groups: full, latent, one for each window, recurrent. `state_block`: tokens between two snapshots."""
+        members: dict[tuple[GroupKind, int | None], list[int]] = {}
+        for part in self.attention:
+            members.setdefault(_kind(part), []).append(part.id)
+        if self.states:
+            members[GroupKind.RECURRENT, None] = [part.id for part in self.states]
+        return tuple(
+            GroupSpec(
+                name=kind.value if window is None else f"{kind.value}-{window}",
+                kind=kind,
+                block_size=state_block if kind is GroupKind.RECURRENT else block_size,
+                layers=tuple(layers),
+                window=window,
+            )
+            for (kind, window), layers in members.items()
+        )
+
+
+def _kind(part: AttentionPart) -> tuple[GroupKind, int | None]:
+    if part.window is not None:
+        return GroupKind.WINDOW, part.window
+    return (GroupKind.LATENT if part.latent else GroupKind.FULL), None
+
+
+def read_geometry(model: PreTrainedModel) -> Geometry:
+    """The geometry of a causal language model (a two-token forward is run on it).
+
+    Raises UnsupportedModel, with the reason, for a model that keeps state which can't be continued from blocks.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    _refuse(name, model, config)
+    cache = DynamicCache(config=model.config)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model(
+            input_ids=tokens,
+            position_ids=torch.arange(2, device=model.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
+    ids = iter(range(2 * len(cache.layers)))
+    geometry = Geometry(tuple(_layer(name, index, layer, latent, ids) for index, layer in enumerate(cache.layers)))
+    if not geometry.attention:
+        raise UnsupportedModel(f"{name}: it has no attention layer, and the engine counts tokens by those")
+    return geometry
+
+
+def _refuse(name: str, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    if any(parameter.squeeze().ndim > 1 for key, parameter in model.named_parameters() if key.endswith("A_log")):
+        raise UnsupportedModel(
+            f"{name}: its Mamba-1 layers ignore the recurrent state in a forward of several tokens that continues from "
+            "one (the selective scan takes no initial state), so a cached prefix would give wrong text; "
+            "use a Mamba-2 or attention model"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(f"{name}: its last layers read the KV of other layers, which have no gate of their own")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedModel(f"{name}: chunked attention is not a window, and its blocks are not handled yet")
+
+
+def _layer(name: str, index: int, layer: AnyLayer, latent: tuple[Any, Any], ids: Iterator[int]) -> LayerGeometry:
+    kind = type(layer).__name__
+    if kind not in HANDLED:
+        reason = REASONS.get(kind, "its kind of cache is not known here")
+        raise UnsupportedModel(f"{name}, layer {index} ({kind}): {reason}")
+    # A hybrid layer's forward reads its state before it updates its rows, so the state's id comes first.
+    state = _state(name, index, layer, ids) if isinstance(layer, LinearAttentionCacheLayerMixin) else None
+    attention = _attention(name, index, layer, latent, ids) if isinstance(layer, CacheLayerMixin) else None
+    return LayerGeometry(attention, state)
+
+
+def _attention(
+    name: str, index: int, layer: CacheLayerMixin, latent: tuple[Any, Any], ids: Iterator[int]
+) -> AttentionPart:
+    keys, values = layer.keys, layer.values
+    if keys is None or keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
+        raise UnsupportedModel(f"{name}, layer {index}: a forward left no keys and values of the usual shape in it")
+    return AttentionPart(
+        id=next(ids),
+        heads=keys.shape[1],
+        key_width=keys.shape[3],
+        value_width=values.shape[3],
+        key_dtype=keys.dtype,
+        value_dtype=values.dtype,
+        device=keys.device,
+        latent=keys.shape[1] == 1 and (keys.shape[3], values.shape[3]) == latent,
+        window=getattr(layer, "sliding_window", None),
+    )
+
+
+def _state(name: str, index: int, layer: LinearAttentionCacheLayerMixin, ids: Iterator[int]) -> StatePart | None:
+    if _all_none(layer.conv_states.values()) and _all_none(layer.recurrent_states.values()):
+        return None  # a placeholder of a layer without any mixer
+    if layer.number_of_states != 1 or layer.conv_states[0] is None:
+        raise UnsupportedModel(
+            f"{name}, layer {index}: it keeps {layer.number_of_states} states; one conv state is handled"
+        )
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    return StatePart(
+        id=next(ids),
+        conv_shape=tuple(conv.shape[1:]),
+        conv_dtype=conv.dtype,
+        recurrent_shape=None if recurrent is None else tuple(recurrent.shape[1:]),
+        recurrent_dtype=None if recurrent is None else recurrent.dtype,
+        device=conv.device,
+    )
+
+
+def _all_none(values: Iterable[object]) -> bool:
+    return all(value is None for value in values)

@@ -1,0 +1,149 @@
+"""What is asked of the engine, what it answers, and a request's state in between. Does not know blocks' content."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+import torch
+
+from layercast.connector.transformers.space import BlockTables
+from layercast.errors import Refused
+from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.spec.keys import ExtrasOf
+
+
+class Params(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer one prompt.
+
+    temperature 0 is greedy. stop: token ids that end the answer (kept as its last token). logits: keep those that each
+    token was chosen from. load, save: whether the pool may be used. extras: what else the KV depends on, for its keys.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+    logits: bool = False
+    load: bool = True
+    save: bool = True
+    extras: ExtrasOf | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise Refused(f"max_tokens = {self.max_tokens}: ask for at least one token")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise Refused(
+                f"temperature = {self.temperature}, top_p = {self.top_p}: need temperature >= 0 and 0 < top_p <= 1"
+            )
+
+
+class Finish(StrEnum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request.
+
+    computed_tokens: prompt tokens that ran through the model for it; with loaded_tokens they are the whole prompt.
+    recomputed_tokens: tokens run once more, after a failed load or a preemption. logits: `[tokens, vocabulary]` fp32.
+    """
+
+    request: str
+    tokens: tuple[int, ...]
+    finish: Finish
+    prompt_tokens: int
+    computed_tokens: int
+    loaded_tokens: int
+    recomputed_tokens: int
+    ttft_s: float
+    preemptions: int
+    receipts: tuple[LoadOutcome | SaveOutcome, ...]
+    logits: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought a request: a token, and its result if it was the last."""
+
+    request: str
+    token: int | None
+    result: Result | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request under way. `done`: tokens whose KV lies in its blocks (or is being loaded into them)."""
+
+    id: str
+    arrival: int
+    prompt_tokens: int
+    tokens: list[int]
+    params: Params
+    generator: torch.Generator
+    tables: BlockTables
+    load: bool
+    done: int = 0
+    loaded: int = 0
+    counted: int = 0
+    computed: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+    receipts: list[LoadOutcome | SaveOutcome] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run before the next one can be sampled."""
+        return len(self.tokens) - self.done
+
+    def ran(self, end: int) -> None:
+        """A forward over tokens [done, end) counts: prompt tokens seen for the first time, or anything once more."""
+        fresh = max(0, end - max(self.done, self.counted))
+        self.recomputed += end - self.done - fresh
+        self.computed += max(0, min(end, self.prompt_tokens) - max(self.done, self.counted))
+        self.counted = max(self.counted, end)
+        self.done = end
+
+    def promised(self, tokens: int) -> None:
+        """A load of the first `tokens` tokens is on its way; the first promise counts as loaded."""
+        self.done = tokens
+        if self.counted < tokens:
+            self.loaded += min(tokens, self.prompt_tokens) - min(self.counted, self.prompt_tokens)
+            self.counted = tokens
+
+    def broken(self) -> None:
+        """The load failed: everything runs from the start, and nothing counts as loaded."""
+        self.recomputed += self.loaded
+        self.loaded = self.computed = self.counted = self.done = 0
+        self.load = False
+
+    def rewound(self) -> None:
+        """The blocks are gone (preemption): run again from the start."""
+        self.done = 0
+        self.preemptions += 1
+
+    def result(self, finish: Finish) -> Result:
+        """The result as of now."""
+        first = self.first_token_s
+        return Result(
+            request=self.id,
+            tokens=tuple(self.tokens[self.prompt_tokens :]),
+            finish=finish,
+            prompt_tokens=self.prompt_tokens,
+            computed_tokens=self.computed,
+            loaded_tokens=self.loaded,
+            recomputed_tokens=self.recomputed,
+            ttft_s=0.0 if first is None else first - self.submitted_s,
+            preemptions=self.preemptions,
+            receipts=tuple(self.receipts),
+            logits=torch.stack(self.logits) if self.logits else None,
+        )

@@ -1,0 +1,142 @@
+"""Which requests run in the next forward: one chunk of one prompt, or one token of every running request.
+
+First come, first served; prompts and answers take turns; when blocks run out, the youngest request gives its own back
+and starts over later. Does not know models, tensors or sampling.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from layercast.connector.transformers.pool import KVPool
+from layercast.connector.transformers.requests import Request
+from layercast.connector.transformers.space import BlockSpace
+from layercast.flow.orders import LoadOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One forward: `new` tokens of each request. load: what must land in the blocks of the (only) request first."""
+
+    requests: tuple[Request, ...]
+    new: int
+    load: LoadOrder | None = None
+
+
+class Scheduler:
+    """The queue, the request whose prompt is being run, and those that answer."""
+
+    def __init__(self, space: BlockSpace, pool: KVPool, chunk: int, max_batch: int) -> None:
+        self._space = space
+        self._pool = pool
+        self._chunk = chunk
+        self._max_batch = max_batch
+        self._waiting: list[Request] = []
+        self._prefilling: Request | None = None
+        self._running: list[Request] = []
+        self._prefill_next = True
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        prefilling = [self._prefilling] if self._prefilling else []
+        return [*self._running, *prefilling, *self._waiting]
+
+    def add(self, request: Request) -> None:
+        """Queue a request in order of arrival."""
+        insort(self._waiting, request, key=lambda waiting: waiting.arrival)
+
+    def next(self) -> Work | None:
+        """The next forward, its blocks allocated; None when nothing can run until pending copies have ended."""
+        turns = (self._prefill, self._decode) if self._prefill_next else (self._decode, self._prefill)
+        work = turns[0]() or turns[1]()
+        self._prefill_next = work is None or work.requests[0] is not self._prefilling
+        return work
+
+    def ran(self, work: Work) -> None:
+        """The forward was good: count it, and let go of what no later query sees."""
+        for request in work.requests:
+            request.ran(request.done + work.new)
+            self._space.trim(request.tables, request.done)
+        if self._prefilling is not None and self._prefilling.remaining == 0:
+            self._running.append(self._prefilling)
+            self._prefilling = None
+
+    def broken(self, request: Request) -> None:
+        """The request's load failed: start over without it. Its blocks are held until the load's copies have ended."""
+        self.remove(request)
+        request.broken()
+        self.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is, and let go of its blocks."""
+        if request is self._prefilling:
+            self._prefilling = None
+        elif request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._space.free(request.tables)
+
+    def _prefill(self) -> Work | None:
+        request = self._prefilling
+        if request is None:
+            return self._admit()
+        end = self._chunk_end(request.done, len(request.tokens))
+        if not self._space.grow(request.tables, request.done, end):
+            return None
+        return Work((request,), end - request.done)
+
+    def _admit(self) -> Work | None:
+        """Start the first request in the queue, with what the pool has of its tokens."""
+        if not self._waiting or len(self._running) >= self._max_batch:
+            return None
+        request = self._waiting[0]
+        load = self._load(request) if request.load else None
+        done = load.tokens if load else 0
+        end = self._chunk_end(done, len(request.tokens))
+        if load is None and not self._space.grow(request.tables, 0, end):
+            return None
+        self._waiting.pop(0)
+        self._prefilling = request
+        request.promised(done)
+        return Work((request,), end - done, load)
+
+    def _load(self, request: Request) -> LoadOrder | None:
+        """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
+        match = self._pool.match(request.tokens, request.params.extras)
+        end = self._chunk_end(match.tokens, len(request.tokens))
+        if not match.tokens or not self._space.grow(request.tables, match.tokens, end):
+            return None
+        recurrent = self._space.recurrent is not None
+        if recurrent:
+            self._space.set_snapshot(request.tables, match.tokens, request.tables.state)
+        order = self._pool.load_order(request.id, match, request.tables.groups)
+        if recurrent:
+            self._space.set_snapshot(request.tables, match.tokens, None)
+        if order is None:
+            self._space.free(request.tables)
+        return order
+
+    def _decode(self) -> Work | None:
+        for request in list(self._running):
+            while request in self._running and not self._space.grow(request.tables, request.done, request.done + 1):
+                if self._space.pending:
+                    return None  # blocks come back when the copies under way have ended
+                self._preempt()
+        return Work(tuple(self._running), 1) if self._running else None
+
+    def _preempt(self) -> None:
+        """The youngest request gives its blocks back and will run again from the start."""
+        holders = [*self._running, self._prefilling] if self._prefilling else self._running
+        youngest = max(holders, key=lambda request: request.arrival)
+        self.remove(youngest)
+        youngest.rewound()
+        self.add(youngest)
+
+    def _chunk_end(self, start: int, tokens: int) -> int:
+        """Where a chunk from `start` ends: on a block boundary, at every snapshot boundary, or at the last token."""
+        end = start + self._chunk
+        if self._space.recurrent is not None:
+            spacing = self._space.specs[self._space.recurrent].block_size
+            end = min(end, (start // spacing + 1) * spacing)
+        return min(end, tokens)

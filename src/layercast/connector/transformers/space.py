@@ -1,0 +1,189 @@
+"""The block tables of requests in all groups: growing, trimming to the window, freeing, and holds of pending copies.
+
+A block under a copy is held by a reference, so that abort, preemption, trimming and finishing are one mechanism: a
+request lets go at once, and the block is free when its last copy has ended. Does not know tensors, steps or keys.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from layercast.connector.transformers.allocator import BlockAllocator
+from layercast.errors import BadTransition, Refused
+from layercast.flow.orders import BlockPairs
+from layercast.spec.groups import GroupKind, GroupSpec
+
+Table = list[int | None]
+
+
+@dataclass(slots=True)
+class BlockTables:
+    """One request's blocks: for each group, the block at each block index, None where there is none.
+
+    state: the block of the running recurrent state; entries of the recurrent group's table are snapshots.
+    """
+
+    groups: list[Table]
+    state: int | None = None
+
+
+@dataclass(slots=True)
+class _Hold:
+    blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+class BlockSpace:
+    """Allocators of all groups and the holds of orders under way."""
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        allocators: Sequence[BlockAllocator],
+        on_free: Callable[[int, list[int]], None],
+    ) -> None:
+        self.specs = tuple(specs)
+        self.allocators = tuple(allocators)
+        self._on_free = on_free
+        self._holds: dict[str, _Hold] = {}
+        self.recurrent = next((i for i, spec in enumerate(specs) if spec.kind is GroupKind.RECURRENT), None)
+
+    @property
+    def pending(self) -> int:
+        """Orders whose copies have not been reported."""
+        return len(self._holds)
+
+    def tables(self) -> BlockTables:
+        """Empty tables."""
+        return BlockTables([[] for _ in self.specs])
+
+    def refuse_if_too_long(self, tokens: int, chunk: int) -> None:
+        """Raises Refused when a sequence of `tokens` could not be held even alone, with both numbers."""
+        for spec, allocator in zip(self.specs, self.allocators, strict=True):
+            if spec.kind is GroupKind.RECURRENT:
+                continue
+            seen = tokens if spec.window is None else min(tokens, spec.window + chunk + spec.block_size)
+            need = -(-seen // spec.block_size)
+            if need > allocator.count:
+                raise Refused(
+                    f"{tokens} tokens (prompt and answer) need {need} blocks of group {spec.name!r}, the engine has "
+                    f"{allocator.count}: shorten the prompt, lower max_tokens, or raise blocks"
+                )
+
+    def grow(self, tables: BlockTables, done: int, upto: int) -> bool:
+        """Blocks for rows from the first that a query at `done` sees up to `upto`; all groups or none of them."""
+        wanted = [
+            [] if spec.kind is GroupKind.RECURRENT else _missing(spec, table, done, upto)
+            for spec, table in zip(self.specs, tables.groups, strict=True)
+        ]
+        counts = [len(indices) for indices in wanted]
+        if self.recurrent is not None and tables.state is None:
+            counts[self.recurrent] = 1
+        if any(count > allocator.free for count, allocator in zip(counts, self.allocators, strict=True)):
+            return False
+        for index, (count, allocator, table) in enumerate(zip(counts, self.allocators, tables.groups, strict=True)):
+            blocks = allocator.take(count)
+            if index == self.recurrent:
+                tables.state = blocks[0] if blocks else tables.state
+                continue
+            if wanted[index]:
+                table.extend([None] * (wanted[index][-1] + 1 - len(table)))
+            for at, block in zip(wanted[index], blocks, strict=True):
+                table[at] = block
+        return True
+
+    def trim(self, tables: BlockTables, done: int) -> None:
+        """Let go of window blocks that no query at `done` or later sees."""
+        for index, (spec, table) in enumerate(zip(self.specs, tables.groups, strict=True)):
+            if spec.window is None:
+                continue
+            last = min(first_visible(spec, done) // spec.block_size, len(table))
+            self._drop(index, table, range(last))
+
+    def free(self, tables: BlockTables) -> None:
+        """Let go of every block."""
+        for index, table in enumerate(tables.groups):
+            self._drop(index, table, range(len(table)))
+            table.clear()
+        if self.recurrent is not None and tables.state is not None:
+            self._release(self.recurrent, [tables.state])
+            tables.state = None
+
+    def take_snapshot(self, tables: BlockTables, tokens: int) -> int | None:
+        """A block for a snapshot of the state after `tokens`, put into the table; None where there is no room."""
+        assert self.recurrent is not None
+        if not self.allocators[self.recurrent].free:
+            return None
+        (block,) = self.allocators[self.recurrent].take(1)
+        self.set_snapshot(tables, tokens, block)
+        return block
+
+    def set_snapshot(self, tables: BlockTables, tokens: int, block: int | None) -> None:
+        """Name `block` as the snapshot after `tokens`. References stay as they are."""
+        assert self.recurrent is not None
+        table = tables.groups[self.recurrent]
+        at = tokens // self.specs[self.recurrent].block_size - 1
+        table.extend([None] * (at + 1 - len(table)))
+        table[at] = block
+
+    def drop_snapshot(self, tables: BlockTables, tokens: int) -> None:
+        """Let go of the snapshot after `tokens`; a copy under way still holds it."""
+        assert self.recurrent is not None
+        table = tables.groups[self.recurrent]
+        at = tokens // self.specs[self.recurrent].block_size - 1
+        self._drop(self.recurrent, table, range(at, min(at + 1, len(table))))
+
+    def hold(self, order: str, pairs: Iterable[BlockPairs]) -> None:
+        """Hold the engine blocks that an order names until `ended`."""
+        if order in self._holds:
+            raise BadTransition(f"order {order!r} is under way already; an order's id is used once")
+        hold = self._holds[order] = _Hold()
+        for pair in pairs:
+            self.allocators[pair.group].hold(pair.blocks)
+            hold.blocks.append((pair.group, pair.blocks))
+
+    def ended(self, order: str) -> None:
+        """The order's copies have ended. An order that holds nothing is none of ours: nothing happens."""
+        hold = self._holds.pop(order, None)
+        for group, blocks in hold.blocks if hold else ():
+            self._release(group, blocks)
+
+    def check(self, live: Iterable[BlockTables]) -> None:
+        """Raises BadTransition unless every reference belongs to a table or a hold."""
+        counted: list[dict[int, int]] = [{} for _ in self.specs]
+        for tables in live:
+            for index, table in enumerate(tables.groups):
+                state = [tables.state] if index == self.recurrent else []
+                _count(counted[index], [block for block in (*table, *state) if block is not None])
+        for hold in self._holds.values():
+            for group, blocks in hold.blocks:
+                _count(counted[group], blocks)
+        for spec, allocator, count in zip(self.specs, self.allocators, counted, strict=True):
+            if allocator.references() != count:
+                raise BadTransition(
+                    f"group {spec.name!r}: held {allocator.references()}, but tables and copies {count}"
+                )
+
+    def _drop(self, group: int, table: Table, indices: Iterable[int]) -> None:
+        gone = [at for at in indices if table[at] is not None]
+        self._release(group, [block for at in gone if (block := table[at]) is not None])
+        for at in gone:
+            table[at] = None
+
+    def _release(self, group: int, blocks: Sequence[int]) -> None:
+        if freed := self.allocators[group].release(blocks):
+            self._on_free(group, freed)
+
+
+def first_visible(spec: GroupSpec, done: int) -> int:
+    """The first row that a query at position `done` sees."""
+    return 0 if spec.window is None else max(0, done - spec.window + 1)
+
+
+def _missing(spec: GroupSpec, table: Table, done: int, upto: int) -> list[int]:
+    """Block indices that rows [first visible, upto) need and the table lacks."""
+    indices = range(first_visible(spec, done) // spec.block_size, -(-upto // spec.block_size))
+    return [at for at in indices if at >= len(table) or table[at] is None]
+
+
+def _count(into: dict[int, int], blocks: Iterable[int]) -> None:
+    for block in blocks:
+        into[block] = into.get(block, 0) + 1
