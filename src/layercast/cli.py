@@ -1,0 +1,124 @@
+"""The command line. It reads settings and arguments, calls one function, and prints what came back.
+
+Engines are imported by the commands that need them, never when this module is.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from layercast import __version__
+from layercast.errors import LayercastError
+
+if TYPE_CHECKING:
+    from layercast.doctor import Check
+
+app = typer.Typer(
+    help="A language model's KV cache, moved layer by layer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be given several times.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"layercast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A language model's KV cache, moved layer by layer."""
+
+
+@app.command()
+def doctor(json: JsonFile = None, config: ConfigFile = None, settings: Settings = None) -> None:
+    """What would go wrong here, and what to do. Fails only where something can't work."""
+    from layercast.doctor import Level, gather, judge
+
+    checks = judge(gather(config, os.environ, settings or ()))
+    if json is not None:
+        _write(json, msgspec.json.encode({"version": __version__, "checks": checks}))
+    _print_checks(checks)
+    if any(check.level is Level.ERROR for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_checks(checks: "tuple[Check, ...]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "note": "blue", "warning": "yellow", "error": "bold red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for check in checks:
+        said = Text(check.found)
+        if check.advice:
+            said.append(f"\n-> {check.advice}", style="italic")
+        table.add_row(Text(check.level, style=styles[check.level]), Text(check.name, style="bold"), said)
+    Console().print(table)
+
+
+@app.command()
+def demo(
+    json: JsonFile = None,
+    out: Annotated[Path, typer.Option(help="Folder for timeline.png, timeline.html, trace.json, demo.json.")] = Path(
+        "demo-out"
+    ),
+    link_gbps: Annotated[
+        float | None, typer.Option(min=0.001, help="Pace the link to this many gigabits per second.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the quicker one here), bfloat16 or float32.")] = "auto",
+    cache: Annotated[Path | None, typer.Option(help="Folder for the converted model.")] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """A real small model behind a long shared prefix: cold, bulk, layerwise, push."""
+    from layercast.config import cache_folder, from_sources
+    from layercast.demo.report import write_files, write_terminal
+    from layercast.demo.scenario import Options, run
+
+    options = Options(
+        config=from_sources(config, os.environ, settings or ()),
+        cache=cache or cache_folder(),
+        link_gbps=link_gbps,
+        dtype=dtype,
+    )
+    result = run(options)
+    write_files(result, out)
+    if json is not None:
+        _write(json, msgspec.json.encode(result.modes))
+    write_terminal(result, out)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+
+
+def main() -> None:
+    """Run the command line. A mistake of the caller's or the machine's is one line, not a traceback."""
+    try:
+        app()
+    except LayercastError as error:
+        print(f"layercast: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the demo shows: a table, one line on what moved, JSON and pictures, all from plain values.
+
+Does not know how the values came about.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from layercast.errors import Refused
+from layercast.observe.pictures import Panel, write_html, write_png
+from layercast.observe.timeline import Span
+from layercast.observe.traces import write_trace
+
+MODES = ("cold", "bulk", "layerwise", "push")
+NOTES = {
+    "cold": "Nothing to load: all tokens are computed, and each layer is saved while the next one computes.",
+    "bulk": "The first layer waits until the KV of all layers has arrived.",
+    "layerwise": "Each layer waits for its own KV only; the rest arrives while it computes.",
+    "push": "Another process computes the prefix; its KV lands here layer by layer.",
+}
+TITLE = "Where the time to the first token goes"
+
+
+class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of answering, as it stands in demo.json.
+
+    prompt_tokens = computed_tokens + loaded_tokens. bytes, layers: KV that moved to this answer's engine.
+    exposed_ms: what the forward waited for it; overlap: the hidden part of the transfer, None without one.
+    verified: every landed layer's digest equals the one taken at saving. pids: processes that took part.
+    """
+
+    ttft_ms: float
+    prompt_tokens: int
+    computed_tokens: int
+    loaded_tokens: int
+    bytes: int
+    layers: int
+    exposed_ms: float
+    overlap: float | None
+    verified: bool
+    pids: tuple[int, ...]
+    text: str
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All ways of answering, by the names in MODES, with the spans of each up to its first token."""
+
+    modes: Mapping[str, ModeResult]
+    spans: Mapping[str, tuple[Span, ...]]
+    link_gbps: float | None = None
+    about: str = ""
+
+
+def moved_line(modes: Mapping[str, ModeResult]) -> str:
+    """The line that says what moved and whether every byte of it was checked.
+
+    Raises Refused when nothing moved, since then the demo shows nothing.
+    """
+    moved = [mode for mode in modes.values() if mode.loaded_tokens]
+    if not moved:
+        raise Refused("no KV moved in any mode: is host_bytes smaller than the prompt's KV?")
+    check = "verified" if all(mode.verified for mode in moved) else "NOT verified"
+    return (
+        f"KV moved: {sum(mode.bytes for mode in moved):,} bytes, {max(mode.layers for mode in moved)} layers, {check}"
+    )
+
+
+def table_of(result: DemoResult) -> Table:
+    """One row a mode."""
+    table = Table(title=_with_link(result, result.about or TITLE), title_justify="left", title_style="bold")
+    for name, right in (
+        ("", False),
+        ("first token", True),
+        ("of cold", True),
+        ("tokens computed", True),
+        ("tokens loaded", True),
+        ("KV moved", True),
+        ("waited for KV", True),
+        ("hidden", True),
+        ("verified", True),
+    ):
+        table.add_column(name, justify="right" if right else "left")
+    cold = result.modes["cold"].ttft_ms if "cold" in result.modes else None
+    for name, mode in result.modes.items():
+        table.add_row(
+            name,
+            f"{mode.ttft_ms:,.0f} ms",
+            f"{mode.ttft_ms / cold:.2f}" if cold else "",
+            f"{mode.computed_tokens:,}",
+            f"{mode.loaded_tokens:,}",
+            f"{mode.bytes / 1e6:,.1f} MB" if mode.loaded_tokens else "-",
+            f"{mode.exposed_ms:,.0f} ms" if mode.loaded_tokens else "-",
+            "-" if mode.overlap is None else f"{mode.overlap:.0%}",
+            ("yes" if mode.verified else "NO") if mode.loaded_tokens else "-",
+        )
+    return table
+
+
+def answers(modes: Mapping[str, ModeResult]) -> str:
+    """The answer, once where all modes agree, else each mode's own."""
+    texts = {mode.text for mode in modes.values()}
+    if len(texts) == 1:
+        return f"All answer: {texts.pop().strip()}"
+    return "The answers differ:\n" + "\n".join(f"  {name}: {mode.text.strip()}" for name, mode in modes.items())
+
+
+def panels_of(result: DemoResult) -> tuple[Panel, ...]:
+    """One panel a mode that has spans."""
+    return tuple(
+        Panel(name, spans, NOTES.get(name, ""), result.modes[name].ttft_ms / 1e3)
+        for name, spans in result.spans.items()
+        if spans
+    )
+
+
+def write_files(result: DemoResult, out: Path) -> None:
+    """Write demo.json, timeline.html, timeline.png and trace.json (Perfetto) into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(result.modes), indent=2)
+    (out / "demo.json").write_bytes(encoded + b"\n")
+    panels, title = panels_of(result), _with_link(result, TITLE)
+    write_html(panels, out / "timeline.html", title)
+    write_trace(panels, out / "trace.json")
+    write_png(panels, out / "timeline.png", title)
+
+
+def write_terminal(result: DemoResult, out: Path, console: Console | None = None) -> None:
+    """Print the table, the answer, the line on what moved, and where the files are."""
+    console = console or Console()
+    console.print(table_of(result))
+    console.print(answers(result.modes), markup=False)
+    console.print(moved_line(result.modes), style="bold", highlight=False, soft_wrap=True)
+    console.print(
+        f"Pictures: {out / 'timeline.png'}, {out / 'timeline.html'}; for ui.perfetto.dev: {out / 'trace.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _with_link(result: DemoResult, title: str) -> str:
+    return title if result.link_gbps is None else f"{title} (link paced to {result.link_gbps:g} Gbit/s)"

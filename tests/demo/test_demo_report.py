@@ -1,0 +1,102 @@
+import io
+import json
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from layercast.demo.report import MODES, DemoResult, ModeResult, answers, moved_line, write_files, write_terminal
+from layercast.errors import Refused
+from layercast.observe.timeline import Span, SpanKind
+
+COLD = ModeResult(
+    ttft_ms=2000.0,
+    prompt_tokens=1024,
+    computed_tokens=1024,
+    loaded_tokens=0,
+    bytes=0,
+    layers=30,
+    exposed_ms=0.0,
+    overlap=None,
+    verified=False,
+    pids=(11,),
+    text="Paris.",
+)
+
+
+def warm(name: str) -> ModeResult:
+    return msgspec.structs.replace(
+        COLD,
+        ttft_ms=300.0,
+        computed_tokens=64,
+        loaded_tokens=960,
+        bytes=22_118_400,
+        exposed_ms=120.0 if name == "bulk" else 12.0,
+        overlap=0.0 if name == "bulk" else 0.9,
+        verified=True,
+        pids=(11, 12) if name == "push" else (11,),
+    )
+
+
+MODE_RESULTS = {"cold": COLD, **{name: warm(name) for name in MODES[1:]}}
+SPANS = {
+    name: tuple(Span(SpanKind.COMPUTE, layer, layer / 100, (layer + 1) / 100) for layer in range(30)) for name in MODES
+}
+RESULT = DemoResult(modes=MODE_RESULTS, spans=SPANS, link_gbps=2.0)
+
+
+def changed(name, **changes):
+    return {**MODE_RESULTS, name: msgspec.structs.replace(MODE_RESULTS[name], **changes)}
+
+
+def printed(result, tmp_path):
+    text = io.StringIO()
+    write_terminal(result, tmp_path, Console(file=text, width=160))
+    return text.getvalue()
+
+
+def test_the_line_adds_up_what_moved():
+    assert moved_line(MODE_RESULTS) == "KV moved: 66,355,200 bytes, 30 layers, verified"
+
+
+@pytest.mark.parametrize("name", MODES[1:])
+def test_one_mode_that_was_not_checked_spoils_the_line(name):
+    assert moved_line(changed(name, verified=False)).endswith("30 layers, NOT verified")
+
+
+def test_a_demo_in_which_nothing_moved_is_an_error():
+    with pytest.raises(Refused, match="host_bytes"):
+        moved_line({"cold": COLD})
+
+
+def test_an_answer_is_told_once_unless_they_differ():
+    assert answers(MODE_RESULTS) == "All answer: Paris."
+    assert "push: Rome." in answers(changed("push", text="Rome."))
+
+
+def test_the_terminal_shows_one_table_with_a_row_a_mode_and_the_line(tmp_path):
+    text = printed(RESULT, tmp_path)
+    assert "link paced to 2 Gbit/s" in text
+    assert "\nKV moved: 66,355,200 bytes, 30 layers, verified\n" in text
+    rows = [line for line in text.splitlines() if any(f" {name} " in line for name in MODES) and "ms" in line]
+    assert len(rows) == 4
+    assert all(value in rows[2] for value in ("layerwise", "300 ms", "0.15", "64", "960", "22.1 MB", "12 ms", "90%"))
+
+
+def test_an_unpaced_link_is_not_called_paced(tmp_path):
+    assert "link paced" not in printed(msgspec.structs.replace(RESULT, link_gbps=None), tmp_path)
+
+
+def test_the_files_hold_every_mode_and_all_fields(tmp_path):
+    write_files(RESULT, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "demo.json",
+        "timeline.html",
+        "timeline.png",
+        "trace.json",
+    }
+    told = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert list(told) == list(MODES)
+    fields = "ttft_ms prompt_tokens computed_tokens loaded_tokens bytes layers exposed_ms overlap verified pids text"
+    assert all(list(mode) == fields.split() for mode in told.values())
+    assert "link paced to 2 Gbit/s" in (tmp_path / "out" / "timeline.html").read_text()

@@ -1,0 +1,53 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from layercast import __version__
+
+
+def layercast(*arguments, **environ):
+    return subprocess.run(
+        [sys.executable, "-c", "from layercast.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": ":".join(sys.path), **environ},
+    )
+
+
+def test_the_version_is_printed():
+    assert layercast("--version").stdout == f"layercast {__version__}\n"
+
+
+def test_doctor_writes_its_findings_as_json(tmp_path):
+    path = tmp_path / "deep" / "doctor.json"
+    ran = layercast("doctor", "--json", str(path), HOME=str(tmp_path), LAYERCAST_HOST_BYTES="1000000")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    checks = json.loads(path.read_text())["checks"]
+    assert {"settings", "torch", "memory", "loopback", "disk"} <= {check["name"] for check in checks}
+    assert all(set(check) == {"name", "level", "found", "advice"} for check in checks)
+
+
+def test_doctor_fails_on_an_error_and_says_what_to_do(tmp_path):
+    ran = layercast("doctor", "--set", "verfy=true", HOME=str(tmp_path))
+    assert ran.returncode == 1
+    assert "unknown setting verfy" in ran.stdout
+    assert "kv_recompute_threshold" in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--set", "verfy=true"], ["--set", "verify"], ["--set", "host_bytes=lots"]])
+def test_a_wrong_setting_is_one_line_on_stderr_and_no_traceback(arguments, tmp_path):
+    ran = layercast("demo", *arguments, HOME=str(tmp_path))
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("layercast: command line: ") or ran.stderr.startswith("layercast: setting ")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_the_command_line_loads_no_engine_and_no_picture_library():
+    code = (
+        "import sys, layercast.cli, layercast.doctor, layercast.demo.report, layercast.demo.model;"
+        "print([name for name in ('torch', 'transformers', 'vllm', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
