@@ -105,7 +105,7 @@ class Scheduler:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
         match = self._pool.match(request.tokens, request.params.extras)
         end = self._chunk_end(match.tokens, len(request.tokens))
-        if not match.tokens or not self._space.grow(request.tables, match.tokens, end):
+        if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None
         recurrent = self._space.recurrent is not None
         if recurrent:

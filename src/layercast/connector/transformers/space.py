@@ -68,11 +68,14 @@ class BlockSpace:
                     f"{allocator.count}: shorten the prompt, lower max_tokens, or raise blocks"
                 )
 
-    def grow(self, tables: BlockTables, done: int, upto: int) -> bool:
-        """Blocks for rows from the first that a query at `done` sees up to `upto`; all groups or none of them."""
+    def grow(self, tables: BlockTables, done: int, upto: int, needed: Sequence[Sequence[int]] = ()) -> bool:
+        """Blocks for rows from the first that a query at `done` sees up to `upto`; all groups or none of them.
+
+        needed: for each group, block indices that a load fills besides (more of a window than queries see).
+        """
         wanted = [
-            [] if spec.kind is GroupKind.RECURRENT else _missing(spec, table, done, upto)
-            for spec, table in zip(self.specs, tables.groups, strict=True)
+            [] if spec.kind is GroupKind.RECURRENT else _missing(spec, table, done, upto, also)
+            for spec, table, also in zip(self.specs, tables.groups, needed or ((),) * len(self.specs), strict=True)
         ]
         counts = [len(indices) for indices in wanted]
         if self.recurrent is not None and tables.state is None:
@@ -178,10 +181,10 @@ def first_visible(spec: GroupSpec, done: int) -> int:
     return 0 if spec.window is None else max(0, done - spec.window + 1)
 
 
-def _missing(spec: GroupSpec, table: Table, done: int, upto: int) -> list[int]:
-    """Block indices that rows [first visible, upto) need and the table lacks."""
+def _missing(spec: GroupSpec, table: Table, done: int, upto: int, also: Sequence[int]) -> list[int]:
+    """Block indices that rows [first visible, upto) or a load need and the table lacks, ascending."""
     indices = range(first_visible(spec, done) // spec.block_size, -(-upto // spec.block_size))
-    return [at for at in indices if at >= len(table) or table[at] is None]
+    return [at for at in sorted({*indices, *also}) if at >= len(table) or table[at] is None]
 
 
 def _count(into: dict[int, int], blocks: Iterable[int]) -> None:
