@@ -3,7 +3,7 @@
 Its methods belong to the engine's thread. Knows block numbers and tokens, never tensors or attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import msgspec
@@ -26,11 +26,10 @@ from layercast.observe.receipts import MissReason
 from layercast.plan.policy import Mode, decide
 from layercast.plan.prefix import usable_prefix
 from layercast.spec.groups import GroupSpec, Layout
-from layercast.spec.keys import Extra, Identity, block_keys
+from layercast.spec.keys import ExtrasOf, Identity, block_keys
 
 Table = Sequence[int | None]
 """Engine block of each block index of one group; None where none is allocated."""
-ExtrasOf = Callable[[int], Sequence[Extra]] | dict[int, Sequence[Extra]]
 
 
 class Match(msgspec.Struct, frozen=True):
