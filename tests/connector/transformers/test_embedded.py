@@ -1,0 +1,215 @@
+import pytest
+
+from conftest import pooled_engine, prompt_of
+from layercast.connector.transformers.embedded import weights_digest
+from layercast.connector.transformers.requests import Params
+from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
+from layercast.spec.groups import GroupKind
+from layercast.spec.planes import PlaneKind
+from layercast.testing.models import tiny_model
+
+FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
+BULK, LAYERWISE = {"use_layerwise": False}, {"use_layerwise": True}
+LONG = Params(max_tokens=32, logits=True)
+
+
+def hit(engine, tokens):
+    """Tokens that a prompt of so many finds if all of it was saved: whole blocks, or snapshots, below its last one."""
+    recurrent = any(spec.kind is GroupKind.RECURRENT for spec in engine.memory.specs)
+    size = engine.settings.state_block if recurrent else engine.settings.block_size
+    return (tokens - 1) // size * size
+
+
+@pytest.mark.parametrize("config", [BULK, LAYERWISE], ids=["bulk", "layerwise"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_prompt_answers_as_a_cold_one_and_computes_only_the_uncached_tokens(models, stock, family, config):
+    prompt = prompt_of(150)
+    with pooled_engine(models(family), config, block_major=config is BULK) as engine:
+        (cold,) = engine.generate([prompt], LONG)
+        engine.drain(10)
+        (warm,) = engine.generate([prompt], LONG)
+        assert (cold.computed_tokens, cold.loaded_tokens) == (150, 0)
+        assert (warm.computed_tokens, warm.loaded_tokens) == (150 - hit(engine, 150), hit(engine, 150))
+        assert warm.recomputed_tokens == 0
+        (load,) = [outcome for outcome in warm.receipts if isinstance(outcome, LoadOutcome)]
+        assert (load.end, load.verified) == (LoadEnd.LANDED, True)
+        assert load.layers == len(engine.memory.layout.layers)
+    assert warm.tokens == cold.tokens == stock(family, tuple(prompt))[0]
+    assert (warm.logits - cold.logits).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
+def test_around_a_block_boundary_a_hit_is_whole_blocks_below_the_last_token(models, stock, length):
+    prompt = prompt_of(length)
+    with pooled_engine(models("llama")) as engine:
+        engine.generate([prompt], LONG)
+        engine.drain(10)
+        (warm,) = engine.generate([prompt], LONG)
+    assert warm.loaded_tokens == (length - 1) // 16 * 16
+    assert warm.computed_tokens == length - warm.loaded_tokens
+    assert warm.tokens == stock("llama", tuple(prompt))[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+def test_the_second_turn_of_a_chat_finds_the_prompt_and_the_answer(models, stock, family):
+    prompt = prompt_of(117)
+    with pooled_engine(models(family)) as engine:
+        (first,) = engine.generate([prompt], Params(max_tokens=32))
+        engine.drain(10)
+        turn = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+        (second,) = engine.generate([turn], Params(max_tokens=32))
+        assert second.loaded_tokens == hit(engine, 149) > len(prompt)
+    assert second.tokens == stock(family, tuple(turn))[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+def test_any_chunking_saves_the_same_keys(models, family):
+    prompt, saved = prompt_of(150), set()
+    for chunk_blocks in (1, 3, 32):
+        with pooled_engine(models(family), chunk_blocks=chunk_blocks) as engine:
+            engine.generate([prompt], Params(max_tokens=1))
+            engine.drain(10)
+            keys = engine.pool.match(prompt).keys
+            held = [engine.pool.directory.present(group, named) for group, named in enumerate(keys)]
+            saved.add(
+                tuple(key for named, here in zip(keys, held, strict=True) for key in zip(named, here, strict=True))
+            )
+    assert len(saved) == 1
+
+
+def test_requests_that_share_part_of_their_prefix_load_that_part(models, stock):
+    shared = prompt_of(64)
+    prompts = [shared + prompt_of(20, seed) for seed in (5, 6)] + [shared[:32] + prompt_of(40, 7)]
+    with pooled_engine(models("llama")) as engine:
+        engine.generate([shared + [9]], Params(max_tokens=1))
+        engine.drain(10)
+        results = engine.generate(prompts, Params(max_tokens=32))
+    assert [result.loaded_tokens for result in results] == [64, 64, 32]
+    assert [result.tokens for result in results] == [stock("llama", tuple(prompt))[0] for prompt in prompts]
+
+
+def flip(engine, prompt, layer, kind):
+    """Flip one bit of one plane of one layer in the slab, in the first block that a load of `prompt` reads."""
+    group = engine.memory.layout.group_of(layer)
+    match = engine.pool.match(prompt)
+    key = match.keys[group][match.needed[group][-1]]
+    slot = engine.pool.directory._shelves[group].stored[key].slot
+    slab = engine.pool.worker.ways.slab
+    planes = engine.memory.layout.groups[group].planes_of(layer)
+    at = 0
+    for plane in planes:
+        if plane.kind is kind:
+            break
+        at += plane.block_bytes
+    data = bytearray(slab.read(group, slot, layer))
+    data[at + 3] ^= 0x40  # the exponent of the first element (little-endian float32)
+    slab.write(group, slot, layer, bytes(data))
+
+
+CUTS = [
+    ("llama", layer, kind, config)
+    for config in (BULK, LAYERWISE)
+    for layer in range(4)
+    for kind in (PlaneKind.KEY, PlaneKind.VALUE)
+]
+CUTS += [("deepseek_v3", 2, kind, LAYERWISE) for kind in (PlaneKind.LATENT, PlaneKind.ROPE)]
+CUTS += [("gemma3", 1, PlaneKind.VALUE, LAYERWISE), ("gemma3", 5, PlaneKind.KEY, LAYERWISE)]
+CUTS += [("granite4", layer, kind, LAYERWISE) for layer in (0, 3) for kind in (PlaneKind.CONV, PlaneKind.STATE)]
+
+
+@pytest.mark.parametrize(("family", "layer", "kind", "config"), CUTS)
+def test_a_flipped_bit_in_any_layer_is_caught_and_everything_recomputed(models, stock, family, layer, kind, config):
+    prompt = prompt_of(150)
+    with pooled_engine(models(family), config) as engine:
+        engine.generate([prompt], Params(max_tokens=1))
+        engine.drain(10)
+        promised = hit(engine, 150)
+        flip(engine, prompt, layer, kind)
+        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        engine.drain(10)
+        assert (result.computed_tokens, result.loaded_tokens, result.recomputed_tokens) == (150, 0, promised)
+    assert result.tokens == stock(family, tuple(prompt))[0]
+
+
+@pytest.mark.parametrize("kind", [PlaneKind.KEY, PlaneKind.VALUE])
+@pytest.mark.parametrize("layer", range(4))
+def test_without_checks_a_flipped_bit_changes_the_logits(models, layer, kind):
+    """The control of the test above: what it flips is read."""
+    prompt = prompt_of(150)
+    with pooled_engine(models("llama"), {"verify": False}) as engine:
+        (cold,) = engine.generate([prompt], Params(max_tokens=1, logits=True))
+        engine.drain(10)
+        flip(engine, prompt, layer, kind)
+        (warm,) = engine.generate([prompt], Params(max_tokens=1, logits=True))
+    assert warm.loaded_tokens == 144
+    assert not (warm.logits - cold.logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+def test_an_abort_in_flight_leaves_nothing_behind_and_the_pool_right(models, stock, family, steps):
+    prompt = prompt_of(150)
+    with pooled_engine(models(family)) as engine:
+        engine.generate([prompt[:120]], Params(max_tokens=1))
+        engine.drain(10)
+        request = engine.submit(prompt, Params(max_tokens=32))
+        for _ in range(steps):
+            engine.step()
+        engine.abort(request)
+        engine.check()
+        (result,) = engine.generate([prompt], Params(max_tokens=32))
+    assert result.tokens == stock(family, tuple(prompt))[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+def test_a_preempted_request_finds_its_own_saved_blocks(models, stock, family):
+    prompts = [prompt_of(70, seed) for seed in range(3)]
+    with pooled_engine(models(family), blocks=14) as engine:
+        results = engine.generate(prompts, Params(max_tokens=32))
+    assert sum(result.preemptions for result in results) > 0
+    assert [result.tokens for result in results] == [stock(family, tuple(prompt))[0] for prompt in prompts]
+    assert all(result.computed_tokens + result.loaded_tokens == 70 for result in results)
+    # Without the pool each preemption would run the whole prompt again.
+    assert all(result.recomputed_tokens < 32 + 16 * result.preemptions + 64 for result in results)
+
+
+def test_a_request_that_may_not_load_or_save_does_neither(models):
+    prompt = prompt_of(50)
+    with pooled_engine(models("llama")) as engine:
+        (unsaved,) = engine.generate([prompt], Params(save=False))
+        engine.drain(10)
+        (cold,) = engine.generate([prompt], Params())
+        engine.drain(10)
+        (unloaded,) = engine.generate([prompt], Params(load=False))
+    assert (unsaved.loaded_tokens, cold.loaded_tokens, unloaded.loaded_tokens) == (0, 0, 0)
+    assert not unsaved.receipts
+    assert any(isinstance(outcome, SaveOutcome) for outcome in cold.receipts)
+
+
+def test_a_forward_that_raises_saves_nothing(models, monkeypatch):
+    model, prompt = models("llama"), prompt_of(50)
+    with pooled_engine(model) as engine:
+        engine.submit(prompt)
+        monkeypatch.setattr(model.model.layers[2].mlp, "forward", _broken)
+        with pytest.raises(ArithmeticError):
+            engine.step()
+        monkeypatch.undo()
+        engine.drain(10)
+        assert engine.pool.match(prompt).tokens == 0
+
+
+def _broken(*_):
+    raise ArithmeticError("this layer is broken")
+
+
+def test_a_slab_too_small_for_a_prompt_saves_what_it_can_and_never_harms_the_answer(models, stock):
+    prompt = prompt_of(150)
+    with pooled_engine(models("llama"), {"host_bytes": 100_000}) as engine:
+        for _ in range(2):
+            (result,) = engine.generate([prompt], Params(max_tokens=32))
+            assert result.tokens == stock("llama", tuple(prompt))[0]
+
+
+def test_other_weights_have_other_names(models):
+    assert weights_digest(models("llama")) == weights_digest(tiny_model("llama"))
+    assert weights_digest(models("llama")) != weights_digest(tiny_model("llama", seed=1))
