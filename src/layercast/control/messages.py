@@ -8,25 +8,26 @@ import msgspec
 
 from layercast.errors import Malformed
 from layercast.spec.groups import Layout
+from layercast.spec.keys import Identity
+from layercast.transport.base import Address
 
 
 class PushTicket(msgspec.Struct, frozen=True):
     """A decode instance's offer: where and for how long a prefill instance may write a request's KV.
 
-    transfer: minted once. epoch: of this attempt. address: of the transport. region: what the transport lets the peer
-    write. layout: the target memory, by address. blocks: for each group, the target of each block index. tokens: that
-    the blocks have room for, and that are expected. identities: one digest a group, which both sides must share.
+    transfer: minted once. epoch: of this attempt. address: of the transport. layout: the target memory, by address.
+    blocks: for each group, the target of each block index; -1 where none is wanted. tokens: that the push brings.
+    identities: one a group, which both sides must share.
     """
 
     transfer: str
     epoch: int
     request: str
-    address: str
-    region: bytes
+    address: Address
     layout: Layout
     blocks: tuple[tuple[int, ...], ...]
     tokens: int
-    identities: tuple[bytes, ...]
+    identities: tuple[Identity, ...]
     timeout_s: float
 
 
@@ -65,7 +66,7 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
 PushMessage = LayerDone | Confirmed | Aborted
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(PushMessage)
+_decoder: msgspec.msgpack.Decoder[PushMessage] = msgspec.msgpack.Decoder(PushMessage)
 
 
 def encode(message: PushMessage) -> bytes:

@@ -53,12 +53,13 @@ class RemotePairs(msgspec.Struct, frozen=True):
 class PushOrder(msgspec.Struct, frozen=True):
     """Send the blocks that this step completes to the decode instance, each layer as it is written.
 
-    transfer: minted once for the push. tokens: prompt tokens that the peer holds once this part has landed.
-    last: whether this is the push's last part.
+    transfer: minted once for the push. part: number of the part, from 0. tokens: prompt tokens that the peer holds
+    once this part has landed. last: whether this is the push's last part.
     """
 
     transfer: str
     request: str
+    part: int
     tokens: int
     pairs: tuple[RemotePairs, ...]
     last: bool

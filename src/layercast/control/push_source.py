@@ -1,0 +1,178 @@
+"""The prefill side of pushes: tickets taken, and each layer sent as it is written.
+
+Methods belong to the engine's thread; `handle` and `lost` to the transport's. Does not know how a ticket travels.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+from layercast.control.messages import Aborted, Confirmed, LayerDone, PushMessage, PushTicket, encode
+from layercast.control.push_states import LIVE, PushEvent
+from layercast.control.pushes import Engine, Push
+from layercast.errors import BadTransition, LayoutMismatch, Malformed, Missing, PeerLost
+from layercast.flow.orders import PushOrder
+from layercast.flow.push import PeerMover, PushRun, routes_to
+from layercast.transport.base import Peer, Transport
+
+
+@dataclass(eq=False)
+class Outgoing(Push):
+    """A push that leaves here. `left`: layers of the last part that have not been sent."""
+
+    run: PushRun = field(init=False)
+    left: int = field(kw_only=True)
+    nbytes: int = 0
+
+
+class PushSource:
+    """Pushes under way to decode instances (see `flow.worker.Outbound`)."""
+
+    def __init__(self, engine: Engine, transport: Transport) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._lock = threading.RLock()
+        self._pushes: dict[str, Outgoing] = {}
+
+    def accept(self, ticket: PushTicket) -> None:
+        """Take a ticket: connect, and be ready to send.
+
+        Raises LayoutMismatch naming the first field in which the two sides' KV differs, PeerLost, DeadlineExceeded.
+        """
+        engine = self._engine
+        _check_identities(ticket, engine)
+        routes = routes_to(engine.layout, ticket.layout)
+        peer = self._transport.connect(ticket.address, min(ticket.timeout_s, engine.config.push_timeout_s))
+        push = Outgoing(
+            ticket.transfer,
+            ticket.epoch,
+            engine.clock() + ticket.timeout_s,
+            peer=peer,
+            left=len(engine.layout.layers),
+        )
+        mover = PeerMover(self._transport, peer, engine.mover, engine.keep)
+        push.run = PushRun(ticket.transfer, routes, mover, _Voice(self, push), engine.config, engine.timeline)
+        with self._lock:
+            self._pushes[ticket.transfer] = push
+
+    def written(self, order: PushOrder, layer: int) -> None:
+        """The order's blocks are complete in this layer: send them. Never blocks."""
+        push = self._pushes.get(order.transfer)
+        if push is not None and push.state in LIVE:
+            push.run.written(order, layer)
+
+    def push(self, transfer: str) -> Outgoing:
+        """A push as it stands. Raises Missing."""
+        push = self._pushes.get(transfer)
+        if push is None:
+            raise Missing(f"{transfer}: no such push here; it has ended and was forgotten")
+        return push
+
+    def cancel(self, transfer: str, reason: str) -> None:
+        """Give a push up; the peer is told once nothing of it is under way."""
+        with self._lock:
+            self._stop(self.push(transfer), PushEvent.ABORT, reason)
+
+    def forget(self, transfer: str) -> None:
+        """Drop an ended, quiet push and its connection."""
+        push = self.push(transfer)
+        if push.state in LIVE or not push.run.quiet:
+            raise BadTransition(f"{transfer} is {push.state} and still being sent; cancel it first")
+        with self._lock:
+            del self._pushes[transfer]
+        if push.peer is not None:
+            self._transport.disconnect(push.peer)
+
+    def expire(self, now: float) -> None:
+        """End the pushes whose deadline has come."""
+        with self._lock:
+            for push in list(self._pushes.values()):
+                if push.deadline <= now:
+                    self._stop(push, PushEvent.EXPIRE, "push_timeout_s is over")
+
+    def handle(self, peer: Peer, message: PushMessage) -> None:
+        """A message from a decode instance. Raises Malformed for what can't be about a push of ours."""
+        with self._lock:
+            push = self._pushes.get(message.transfer)
+            if push is None or push.epoch != message.epoch:
+                return  # late: it speaks of an attempt that has gone
+            if push.peer != peer:
+                raise Malformed(f"{push.transfer} goes to another peer")
+            if isinstance(message, Confirmed):
+                push.see(PushEvent.CONFIRM)
+            elif isinstance(message, Aborted):
+                self._stop(push, PushEvent.ABORT, message.reason)
+
+    def lost(self, peer: Peer) -> None:
+        """A peer is gone: nothing more goes there."""
+        with self._lock:
+            for push in [push for push in self._pushes.values() if push.peer == peer]:
+                self._stop(push, PushEvent.LOSE, "the decode instance is gone")
+
+    def close(self) -> None:
+        """Give everything up."""
+        for transfer in list(self._pushes):
+            self.cancel(transfer, "this instance is closing")
+
+    # ---- what runs report, on any thread ----
+
+    def sent(self, push: Outgoing, message: LayerDone) -> None:
+        """A layer of a part is in the peer's memory: say so."""
+        with self._lock:
+            if push.state not in LIVE or push.peer is None:
+                return
+            push.see(PushEvent.LAYER)
+            push.left -= message.last
+            if push.left == 0:
+                push.see(PushEvent.COMPLETE)
+            self._transport.notify(push.peer, encode(message))
+
+    def failed(self, push: Outgoing, error: BaseException) -> None:
+        """A copy failed: the peer can't get a whole push any more."""
+        with self._lock:
+            self._stop(push, PushEvent.LOSE if isinstance(error, PeerLost) else PushEvent.ABORT, str(error))
+
+    def quiet(self, push: Outgoing) -> None:
+        """A stopped push touches our blocks no more: what the peer offered is its own again."""
+        if push.peer is not None:
+            self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
+
+    def _stop(self, push: Outgoing, event: PushEvent, reason: str) -> None:
+        if push.see(event, reason):
+            push.run.stop()
+
+
+def _check_identities(ticket: PushTicket, engine: Engine) -> None:
+    if len(ticket.identities) != len(engine.identities):
+        raise LayoutMismatch(
+            f"{ticket.transfer}: the decode instance has {len(ticket.identities)} groups, this one "
+            f"{len(engine.identities)}; serve the same model on both sides"
+        )
+    for theirs, ours in zip(ticket.identities, engine.identities, strict=True):
+        fields = ours.differences(theirs)
+        if fields:
+            raise LayoutMismatch(
+                f"{ticket.transfer}: KV of the two sides differs in {', '.join(fields)} "
+                f"({', '.join(f'{getattr(ours, name)!r} / {getattr(theirs, name)!r}' for name in fields)})"
+            )
+
+
+class _Voice:
+    """Tells the peer of one push what has been sent."""
+
+    def __init__(self, source: PushSource, push: Outgoing) -> None:
+        self._source, self._push = source, push
+
+    def layer_sent(self, order: PushOrder, layer: int, blocks: tuple[int, ...], digests: bytes) -> None:
+        """A layer of a part is in the peer's memory."""
+        message = LayerDone(
+            self._push.transfer, self._push.epoch, layer, order.part, order.last, order.tokens, blocks, digests
+        )
+        self._source.sent(self._push, message)
+
+    def push_failed(self, error: BaseException) -> None:
+        """A copy failed."""
+        self._source.failed(self._push, error)
+
+    def push_quiet(self) -> None:
+        """A stopped push touches our blocks no more."""
+        self._source.quiet(self._push)

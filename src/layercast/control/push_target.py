@@ -1,0 +1,167 @@
+"""The decode side of pushes: blocks on offer, and what lands in them.
+
+Methods belong to the engine's thread; `handle` and `lost` to the transport's. Does not know how a ticket travels.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+from layercast.control.messages import Aborted, Confirmed, LayerDone, PushMessage, PushTicket, encode
+from layercast.control.push_states import LIVE, PushEvent, PushState
+from layercast.control.pushes import Engine, Push
+from layercast.control.ranges import block_ranges
+from layercast.errors import BadTransition, DeadlineExceeded, Malformed, Missing, PeerLost
+from layercast.flow.orders import ReceiveOrder
+from layercast.flow.receive import Arrival
+from layercast.move.base import Flight
+from layercast.transport.base import Address, Peer, Region, Transport
+
+
+@dataclass(eq=False)
+class Incoming(Push):
+    """A push that lands here."""
+
+    arrival: Arrival = field(kw_only=True)
+    regions: list[Region] = field(kw_only=True)
+
+
+class PushTarget:
+    """The decode side: blocks on offer, and what lands in them."""
+
+    def __init__(self, engine: Engine, transport: Transport, address: Address) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._address = address
+        self._lock = threading.RLock()
+        self._pushes: dict[str, Incoming] = {}
+        self._epochs = 0
+
+    def offer(self, request: str, tokens: int, blocks: Sequence[Sequence[int]]) -> PushTicket:
+        """Offer blocks (of each group; -1 where none is wanted) to whoever computes the request's first `tokens`."""
+        wanted = [[block for block in group if block >= 0] for group in blocks]
+        engine = self._engine
+        with self._lock:
+            self._epochs += 1
+            push = Incoming(
+                transfer=f"push-{token_hex(8)}",
+                epoch=self._epochs,
+                deadline=engine.clock() + engine.config.push_timeout_s,
+                arrival=Arrival(engine.layout, wanted, engine.mover),
+                regions=[
+                    self._transport.register(start, length, engine.keep)
+                    for start, length in block_ranges(engine.layout, wanted)
+                ],
+            )
+            self._pushes[push.transfer] = push
+        return PushTicket(
+            transfer=push.transfer,
+            epoch=push.epoch,
+            request=request,
+            address=self._address,
+            layout=engine.layout,
+            blocks=tuple(tuple(group) for group in blocks),
+            tokens=tokens,
+            identities=engine.identities,
+            timeout_s=engine.config.push_timeout_s,
+        )
+
+    def arrivals(self, order: ReceiveOrder) -> Mapping[int, Flight]:
+        """For each layer, the flight that lands when the push has arrived in it. Raises Missing."""
+        return self._of(order.transfer).arrival.flights
+
+    def push(self, transfer: str) -> Incoming:
+        """A push as it stands. Raises Missing."""
+        return self._of(transfer)
+
+    def withdraw(self, transfer: str, reason: str) -> None:
+        """Give a push up. Its blocks are quiet once the peer has answered, or is gone."""
+        with self._lock:
+            push = self._of(transfer)
+            if push.see(PushEvent.ABORT, reason):
+                self._close(push, Missing(f"{transfer} was withdrawn: {reason}"), tell=True)
+
+    def forget(self, transfer: str) -> None:
+        """Drop an ended, quiet push."""
+        with self._lock:
+            push = self._of(transfer)
+            if push.state in LIVE or not push.quiet:
+                raise BadTransition(f"{transfer} is {push.state} and its blocks are still written; withdraw it first")
+            del self._pushes[transfer]
+
+    def expire(self, now: float) -> None:
+        """End the pushes whose deadline has come."""
+        with self._lock:
+            for push in self._pushes.values():
+                if push.deadline <= now and push.see(PushEvent.EXPIRE, "push_timeout_s is over"):
+                    self._close(push, DeadlineExceeded(f"{push.transfer} had not landed in time"), tell=True)
+
+    def handle(self, peer: Peer, message: PushMessage) -> None:
+        """A message from a prefill instance. Raises Malformed for what can't be about a push of ours."""
+        with self._lock:
+            push = self._pushes.get(message.transfer)
+            if push is None or push.epoch != message.epoch:
+                return  # late: it speaks of an attempt that has gone
+            if push.peer not in (None, peer):
+                raise Malformed(f"{push.transfer} is written by another peer already")
+            push.peer = peer
+            if isinstance(message, Aborted):
+                if push.see(PushEvent.ABORT, message.reason):
+                    self._close(push, PeerLost(f"{push.transfer}: the peer gave it up: {message.reason}"))
+                push.quiet = True
+                return
+        if isinstance(message, LayerDone) and push.state in LIVE:
+            push.see(PushEvent.LAYER)
+            push.arrival.announced(
+                message.layer,
+                message.part,
+                message.last,
+                message.blocks,
+                message.digests,
+                lambda: self._checked(push),
+            )
+
+    def lost(self, peer: Peer) -> None:
+        """A peer is gone: nothing of it lands any more."""
+        with self._lock:
+            for push in [push for push in self._pushes.values() if push.peer == peer]:
+                if push.see(PushEvent.LOSE, "the prefill instance is gone"):
+                    self._close(push, PeerLost(f"{push.transfer}: the prefill instance is gone"))
+                push.quiet = True
+
+    def close(self) -> None:
+        """Withdraw everything."""
+        for transfer in list(self._pushes):
+            self.withdraw(transfer, "this instance is closing")
+
+    def _checked(self, push: Incoming) -> None:
+        """A layer of a part has been checked; the last one confirms the push."""
+        with self._lock:
+            failed = next((flight.error for flight in push.arrival.flights.values() if flight.error), None)
+            if failed is not None and push.see(PushEvent.DIFFER, str(failed)):
+                self._close(push, Missing(str(failed)), tell=True)
+            elif push.arrival.landed and push.state is PushState.MOVING:
+                push.see(PushEvent.COMPLETE)
+                push.see(PushEvent.CONFIRM)
+                self._close(push, Missing("landed"))
+                push.quiet = True
+                if push.peer is not None:
+                    self._transport.notify(push.peer, encode(Confirmed(push.transfer, push.epoch)))
+
+    def _close(self, push: Incoming, error: Missing | PeerLost | DeadlineExceeded, tell: bool = False) -> None:
+        """Take the memory back and let nobody wait for it any more."""
+        for region in push.regions:
+            self._transport.unregister(region)
+        push.regions.clear()
+        push.arrival.fail(error)
+        if push.peer is None:
+            push.quiet = True
+        elif tell:
+            self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
+
+    def _of(self, transfer: str) -> Incoming:
+        push = self._pushes.get(transfer)
+        if push is None:
+            raise Missing(f"{transfer}: no such push here; it has ended and was forgotten")
+        return push

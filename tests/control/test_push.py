@@ -1,0 +1,198 @@
+"""Pushes between two engines: layers land as they are written, and every end is told to both sides."""
+
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from layercast.config import Config
+from layercast.control.push_node import PushNode
+from layercast.control.push_states import PushState
+from layercast.control.pushes import Engine
+from layercast.errors import LayercastError, LayoutMismatch
+from layercast.flow.orders import PushOrder, ReceiveOrder, RemotePairs
+from layercast.move.cpu import CpuMover
+from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.spec.identities import identities_of
+from layercast.testing.faults import FakeClock
+from layercast.testing.oracle import ByteEngine
+from layercast.transport.memory import MemoryHub, MemoryTransport
+
+LAYERS, BLOCK = 4, 4
+SPECS = [
+    GroupSpec("full", GroupKind.FULL, BLOCK, (0, 2)),
+    GroupSpec("window", GroupKind.WINDOW, BLOCK, (1, 3), window=6),
+]
+TOKENS = list(range(50, 50 + 6 * BLOCK))
+
+
+class Side:
+    def __init__(self, hub, clock, model="m", **settings):
+        self.bytes = ByteEngine(SPECS, 20)
+        self.mover = CpuMover()
+        layout = self.bytes.layout
+        engine = Engine(layout, identities_of(layout, model=model), self.mover, Config(**settings), clock)
+        self.node = PushNode(engine, MemoryTransport(hub, b"secret"))
+
+    def close(self):
+        self.node.close(5)
+        self.mover.close(5)
+
+
+@contextmanager
+def sides(prefill_model="m", **settings):
+    hub, clock = MemoryHub(), FakeClock()
+    prefill, decode = Side(hub, clock, prefill_model, **settings), Side(hub, clock, **settings)
+    try:
+        yield prefill, decode, clock
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def pairs(first, last, ours, theirs):
+    return tuple(RemotePairs(g, tuple(ours[first:last]), tuple(theirs[first:last])) for g in range(2))
+
+
+def send(prefill, ticket, ours, parts=((0, 2), (2, 6)), stop_before=None):
+    prefill.node.source.accept(ticket)
+    for number, (first, last) in enumerate(parts):
+        done = number == len(parts) - 1
+        order = PushOrder(ticket.transfer, "r", number, last * BLOCK, pairs(first, last, ours, ticket.blocks[0]), done)
+        for layer in range(LAYERS):
+            if (number, layer) == stop_before:
+                return
+            for block in range(first, last):
+                prefill.bytes.write(layer, ours[block], TOKENS[: (block + 1) * BLOCK])
+            prefill.node.source.written(order, layer)
+            prefill.node.source.written(order, layer)
+
+
+OURS, THEIRS = [9, 3, 4, 5, 12, 1], [2, 7, 8, 6, 15, 14]
+
+
+def test_every_byte_of_every_layer_lands_and_both_sides_know():
+    with sides() as (prefill, decode, _):
+        before = {layer: array.copy() for layer, array in decode.bytes.arrays.items()}
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        send(prefill, ticket, OURS)
+        for layer in range(LAYERS):
+            flights[layer].wait(5)
+            for block in range(6):
+                assert decode.bytes.holds(layer, THEIRS[block], TOKENS[: (block + 1) * BLOCK])
+            untouched = [b for b in range(20) if b not in THEIRS]
+            assert np.array_equal(decode.bytes.arrays[layer][untouched], before[layer][untouched])
+        assert decode.node.target.push(ticket.transfer).state is PushState.LANDED
+        assert decode.node.target.push(ticket.transfer).arrival.nbytes == 6 * LAYERS * BLOCK * 24
+        until(lambda: prefill.node.source.push(ticket.transfer).state is PushState.LANDED)
+        decode.node.target.forget(ticket.transfer)
+        prefill.node.source.forget(ticket.transfer)
+
+
+def test_a_layer_lands_before_later_layers_are_written():
+    with sides() as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        send(prefill, ticket, OURS, stop_before=(1, 2))
+        flights[0].wait(5)
+        flights[1].wait(5)
+        assert not flights[2].done
+        assert not flights[3].done
+
+
+def test_a_prefill_that_gives_up_fails_the_decode_side_and_leaves_its_blocks_quiet():
+    with sides() as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        send(prefill, ticket, OURS, stop_before=(1, 1))
+        prefill.node.source.cancel(ticket.transfer, "the prompt was too long")
+        with pytest.raises(LayercastError, match="too long"):
+            flights[3].wait(5)
+        push = decode.node.target.push(ticket.transfer)
+        assert push.state is PushState.ABORTED
+        until(lambda: push.quiet)
+
+
+def test_a_decode_side_that_gives_up_stops_the_prefill_and_gets_its_blocks_back():
+    with sides() as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        send(prefill, ticket, OURS, stop_before=(1, 1))
+        until(lambda: decode.node.target.push(ticket.transfer).state is PushState.MOVING)
+        decode.node.target.withdraw(ticket.transfer, "the client left")
+        push = decode.node.target.push(ticket.transfer)
+        until(lambda: push.quiet)
+        until(lambda: prefill.node.source.push(ticket.transfer).state in (PushState.ABORTED, PushState.LOST))
+        decode.node.target.forget(ticket.transfer)
+
+
+def test_an_offer_that_nobody_takes_ends_at_its_deadline_with_quiet_blocks():
+    with sides(push_timeout_s=10.0) as (_, decode, clock):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        clock.advance(11)
+        decode.node.expire()
+        push = decode.node.target.push(ticket.transfer)
+        assert push.state is PushState.EXPIRED
+        assert push.quiet
+
+
+def test_a_silent_prefill_is_left_at_the_deadline():
+    with sides(push_timeout_s=10.0) as (prefill, decode, clock):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        send(prefill, ticket, OURS, stop_before=(1, 0))
+        until(lambda: decode.node.target.push(ticket.transfer).peer is not None)
+        clock.advance(11)
+        decode.node.expire()
+        with pytest.raises(LayercastError, match="in time"):
+            flights[0].wait(5)
+        until(lambda: decode.node.target.push(ticket.transfer).quiet)
+
+
+def test_a_lost_prefill_fails_what_has_not_landed():
+    with sides() as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        send(prefill, ticket, OURS, stop_before=(1, 2))
+        flights[0].wait(5)
+        prefill.node._transport.disconnect(prefill.node.source.push(ticket.transfer).peer)
+        with pytest.raises(LayercastError):
+            flights[3].wait(5)
+        push = decode.node.target.push(ticket.transfer)
+        until(lambda: push.quiet)
+        assert push.state is PushState.LOST
+        assert flights[0].error is None
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed():
+    with sides() as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
+        announced = decode.node.target.push(ticket.transfer).arrival.announced
+
+        def spoil(layer, part, *rest):
+            if (layer, part) == (2, 1):
+                decode.bytes.arrays[2][THEIRS[3]][5] ^= 1
+            announced(layer, part, *rest)
+
+        decode.node.target.push(ticket.transfer).arrival.announced = spoil
+        send(prefill, ticket, OURS)
+        with pytest.raises(LayercastError, match="layer 2: 1 blocks differ"):
+            flights[2].wait(5)
+        until(lambda: decode.node.target.push(ticket.transfer).state is PushState.CORRUPT)
+
+
+def test_two_models_are_refused_by_the_name_of_the_field():
+    with sides(prefill_model="other") as (prefill, decode, _):
+        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
+        with pytest.raises(LayoutMismatch, match="model"):
+            prefill.node.source.accept(ticket)
+
+
+def until(holds, timeout_s=5.0):
+    """Wait for a thread of the other side; the condition is re-read until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "not within the deadline"
+        time.sleep(0.002)
