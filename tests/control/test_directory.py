@@ -415,8 +415,8 @@ class AnySequence(RuleBasedStateMachine):
     def live_saves(self):
         return [save for save in self.saves if save[0].deadline > self.clock()]
 
-    @rule(first=some_keys, second=some_keys)
-    def reserve(self, first, second):
+    @rule(first=some_keys, second=some_keys, at_once=st.booleans())
+    def reserve(self, first, second, at_once):
         self.pool.expire(self.clock())
         wanted = (first, second)
         before = [self.stored(group) for group in range(2)]
@@ -442,7 +442,12 @@ class AnySequence(RuleBasedStateMachine):
             for slot in slots:
                 self.bytes_of[group][slot] = None
         if save.blocks:
-            self.saves.append((save, new, set()))
+            self.saves.append((save, new, ended := set()))
+            if at_once:
+                ended |= {(rank, True) for rank in range(RANKS)}
+                reports = [self.pool.commit(save.id, rank) for rank in range(RANKS)]
+                assert reports == [False] * (RANKS - 1) + [True]
+                self.settle(save, new, ended, True, True)
 
     def leased_and_stored(self, group):
         """Keys whose present block is leased (not an older, dropped one of the same key)."""
@@ -497,9 +502,11 @@ class AnySequence(RuleBasedStateMachine):
             self.pool.revoke(save, rank)
         assert [self.pool.absences(group, [key(n) for n in range(8)]) for group in range(2)] == before
 
-    @rule(first=some_keys, second=some_keys)
-    def lease(self, first, second):
-        wanted = (first, second)
+    @rule(data=st.data(), absent=st.booleans())
+    def lease(self, data, absent):
+        stored = [sorted(self.stored(group)) for group in range(2)]
+        wanted = [data.draw(st.lists(st.sampled_from(names), max_size=4)) if names else [] for names in stored]
+        wanted[0] += data.draw(some_keys) if absent else []
         there = all(set(wanted[group]) <= self.stored(group) for group in range(2))
         try:
             lease = self.pool.lease("r", wanted)
@@ -525,7 +532,7 @@ class AnySequence(RuleBasedStateMachine):
             self.pool.renew(lease)
             assert lease.deadline == self.clock() + LEASE_S
 
-    @rule(group=st.integers(0, 1), bad=some_keys)
+    @rule(group=st.integers(0, 1), bad=st.integers(0, 7).map(lambda number: keys(number)))
     def forget(self, group, bad):
         self.pool.forget(group, bad)
         assert not self.stored(group) & set(bad)
