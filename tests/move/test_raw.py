@@ -20,6 +20,19 @@ def test_many_plain_pieces_move_with_and_without_the_kernels_help(monkeypatch, b
     assert np.array_equal(target.reshape(3000, 700)[order], source.reshape(3000, 700))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 200])
+@pytest.mark.parametrize(("source_step", "target_step"), [(64, -96), (-64, 96), (-64, -96)])
+def test_runs_may_step_backward_on_either_side(rows, source_step, target_step):
+    source = np.random.default_rng(0).integers(0, 256, 64 * rows, np.uint8)
+    target = np.zeros(96 * rows, np.uint8)
+    from_ = source.ctypes.data + (rows - 1) * max(-source_step, 0)
+    to = target.ctypes.data + (rows - 1) * max(-target_step, 0)
+    raw.copy(pieces_of((from_, to, 50, rows, source_step, target_step)))
+    wanted = source.reshape(rows, 64)[:, :50][:: 1 if source_step * target_step > 0 else -1]
+    assert np.array_equal(target.reshape(rows, 96)[:, :50], wanted)
+    assert not target.reshape(rows, 96)[:, 50:].any()
+
+
 def test_memory_that_the_kernel_will_not_touch_is_copied_piece_by_piece(monkeypatch):
     calls = []
     monkeypatch.setattr(raw, "_readv", lambda *args: calls.append(args) or -1)

@@ -130,10 +130,53 @@ def test_contiguous_blocks_of_a_layer_are_one_piece_for_each_plane():
     assert [len(plan.layer(layer)) for layer in LAYERS] == [2, 2, 2]
 
 
-def test_blocks_descending_on_both_sides_merge():
+def test_blocks_descending_on_both_sides_are_one_long_piece():
     source, target = block_major(2, 9, 1), block_major(2, 9, 2)
     plan = route_between(source.group, target.group).plan([5, 4, 3], [8, 7, 6])
-    assert len(plan.window(plan.layers)) == 1
+    assert plan.window(plan.layers).count.tolist() == [1]
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([3, 4, 5], [8, 7, 6]), ([5, 4, 3], [6, 7, 8])])
+def test_blocks_descending_on_one_side_are_one_strided_run(sources, targets):
+    source, target = block_major(2, 9, 1), block_major(2, 9, 2)
+    plan = route_between(source.group, target.group).plan(sources, targets)
+    for layers in ((0,), (0, 1)):
+        wanted = block_by_block(source, target, layers, list(zip(sources, targets, strict=True)))
+        pieces = plan.window(layers)
+        assert pieces.count.tolist() == [3]
+        assert pieces.target_stride.tolist() == [-2 * source.group.layer_bytes(0)]
+        execute(pieces, source.memory, target.memory)
+        assert np.array_equal(target.memory, wanted)
+
+
+def runs_of(length: int):
+    """Ids as allocators leave them: stretches up, stretches down, single ones."""
+    stretch = st.tuples(st.integers(0, length - 1), st.integers(1, 5), st.sampled_from([1, -1]))
+    return st.lists(stretch, min_size=1, max_size=6).map(
+        lambda stretches: list(
+            dict.fromkeys(
+                at
+                for first, count, step in stretches
+                for at in range(first, first + count * step, step)
+                if 0 <= at < length
+            )
+        )
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs_of(20), runs_of(20), st.booleans(), st.sampled_from([(0,), (1,), (0, 1)]))
+def test_runs_up_and_down_copy_what_copying_block_by_block_copies(sources, targets, cross, layers):
+    kind, shapes = FAMILIES["mha"]
+    orders = natural(shapes, cross=cross)
+    source, target = (side_of(shapes, kind, (0, 1), 20, orders=orders, cross=cross, seed=seed) for seed in (1, 2))
+    count = min(len(sources), len(targets))
+    pairs = list(zip(sources[:count], targets[:count], strict=True))
+    plan = route_between(source.group, target.group).plan(*zip(*pairs, strict=True))
+    assert sorted(zip(*(ids.tolist() for ids in plan.pairs()), strict=True)) == sorted(pairs)
+    wanted = block_by_block(source, target, layers, pairs)
+    execute(plan.window(layers), source.memory, target.memory)
+    assert np.array_equal(target.memory, wanted)
 
 
 def test_no_blocks_and_no_layers_are_no_pieces():

@@ -21,6 +21,8 @@ def copies(draw):
     count = draw(st.integers(0, min(source.group.blocks, target.group.blocks)))
     if draw(st.booleans()):
         return source, target, list(range(count)), list(range(target.group.blocks - count, target.group.blocks))
+    if draw(st.booleans()):
+        return source, target, list(range(count)), list(range(count))[::-1]
     order = draw(st.permutations(range(target.group.blocks)))
     return source, target, list(range(count)), order[:count]
 

@@ -97,16 +97,21 @@ def _copy_row(target: int, source: int, length: int) -> None:
 
 
 def _rows(address: int, length: int, count: int, step: int) -> npt.NDArray[np.uint8]:
-    """Raw memory as [count, length] bytes, rows `step` apart."""
-    return np.ndarray((count, length), np.uint8, memory_at(address, (count - 1) * step + length), 0, (step, 1))
+    """Raw memory as [count, length] bytes, rows `step` apart, forward or backward."""
+    reach = (count - 1) * step
+    span = memory_at(address + min(reach, 0), abs(reach) + length)
+    return np.ndarray((count, length), np.uint8, span, max(-reach, 0), (step, 1))
 
 
 def _suits_views(source: int, target: int, length: int, count: int, source_step: int, target_step: int) -> bool:
-    """Whether one numpy copy is right: many short rows, stepping forward, in two disjoint stretches.
+    """Whether one numpy copy is right: many short rows that don't overlap, in two disjoint stretches.
 
     Where the stretches interleave, numpy would copy through a buffer of its own.
     """
-    if count <= _FEW or length >= _LONG or min(source_step, target_step) < length:
+    if count <= _FEW or length >= _LONG or min(abs(source_step), abs(target_step)) < length:
         return False
-    last = count - 1
-    return source + last * source_step + length <= target or target + last * target_step + length <= source
+    source_reach, target_reach = (count - 1) * source_step, (count - 1) * target_step
+    source_end, target_end = (
+        at + max(reach, 0) + length for at, reach in ((source, source_reach), (target, target_reach))
+    )
+    return source_end <= target + min(target_reach, 0) or target_end <= source + min(source_reach, 0)

@@ -1,8 +1,10 @@
 """Pieces, and the copy plan of one group: which byte runs go where, good for every layer.
 
-A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one on both sides; its *columns*
-say, for one layer, which byte ranges of a block move. A window of layers merges the columns that touch on both sides,
-then spreads them over the runs: a column as long as both block strides makes one long piece, any other one strided run.
+A plan is a product. Its *runs* are maximal stretches of blocks whose ids ascend by one in the source and step by one,
+up or down, in the target; its *columns* say, for one layer, which byte ranges of a block move. A window of layers
+merges the columns that touch on both sides, then spreads them over the runs: a column as long as both block strides
+makes one long piece of an ascending run, any other one strided run. Descending runs matter because allocators hand out
+blocks in the order in which they were freed, which is often last first.
 Does not know devices, gates or requests.
 """
 
@@ -25,7 +27,7 @@ Side = Literal["source", "target"]
 class Pieces:
     """Copies as parallel int64 arrays: `count` times `length` bytes, each step `*_stride` further.
 
-    A plain piece has count 1 (its strides are 0).
+    A plain piece has count 1 (its strides are 0). A target stride may be negative; rows never overlap.
     """
 
     source: Ints
@@ -81,11 +83,15 @@ class DigestRanges:
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks."""
+    """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks.
+
+    step: 1 where target ids ascend with the source ids, -1 where they descend.
+    """
 
     source: Ints
     target: Ints
     count: Ints
+    step: Ints
 
     @property
     def blocks(self) -> int:
@@ -131,7 +137,7 @@ class CopyPlan:
         )
         return (
             np.repeat(self.runs.source, self.runs.count) + steps,
-            np.repeat(self.runs.target, self.runs.count) + steps,
+            np.repeat(self.runs.target, self.runs.count) + steps * np.repeat(self.runs.step, self.runs.count),
         )
 
     def digest_ranges(self, layer: int, *, read: Side, order: Side) -> DigestRanges:
@@ -155,7 +161,8 @@ class CopyPlan:
         low, high = np.maximum(starts, first), np.minimum(ends, last)
         keep = low < high
         skip = (low - starts)[keep]
-        runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip, (high - low)[keep])
+        step = self.runs.step[keep]
+        runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip * step, (high - low)[keep], step)
         return CopyPlan(runs, self.columns)
 
 
@@ -241,15 +248,18 @@ def merged_columns(parts: Sequence[Columns]) -> Columns:
 
 
 def _runs(source: Ints, target: Ints) -> BlockRuns:
-    """Maximal runs of block pairs ascending by one on both sides, in order of the source id."""
+    """Maximal runs of block pairs, in order of the source id."""
     if len(source) == 0:
-        return BlockRuns(source, target, source)
+        return BlockRuns(source, target, source, source)
     order = np.argsort(source, kind="stable")
     source, target = source[order], target[order]
-    breaks = (np.diff(source) != 1) | (np.diff(target) != 1)
+    steps = np.diff(target)
+    # Targets are distinct, so a step up can't be followed by a step down: runs never need to be cut between the two.
+    breaks = (np.diff(source) != 1) | (np.abs(steps) != 1)
     heads = np.concatenate([[0], np.flatnonzero(breaks) + 1])
     counts = np.diff(np.concatenate([heads, [len(source)]]))
-    return BlockRuns(source[heads], target[heads], counts)
+    first_steps = np.concatenate([steps, [1]])[heads]
+    return BlockRuns(source[heads], target[heads], counts, np.where(counts > 1, first_steps, 1))
 
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
@@ -264,7 +274,16 @@ def _spread_one(
     source: int, target: int, length: int, source_stride: int, target_stride: int, *, runs: BlockRuns
 ) -> Pieces:
     starts, ends, count = runs.source * source_stride + source, runs.target * target_stride + target, runs.count
-    if length == source_stride == target_stride:
-        return Pieces(starts, ends, count * length, np.ones_like(count), np.zeros_like(count), np.zeros_like(count))
-    many = (count > 1).astype(np.int64)
-    return Pieces(starts, ends, np.full_like(count, length), count, many * source_stride, many * target_stride)
+    if not length == source_stride == target_stride:
+        many = (count > 1).astype(np.int64)
+        lengths = np.full_like(count, length)
+        return Pieces(starts, ends, lengths, count, many * source_stride, many * runs.step * target_stride)
+    down = runs.step < 0
+    return Pieces(
+        starts,
+        ends,
+        np.where(down, length, count * length),
+        np.where(down, count, 1),
+        np.where(down, source_stride, 0),
+        np.where(down, -target_stride, 0),
+    )

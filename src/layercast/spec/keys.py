@@ -73,7 +73,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         return sha256(_packed(parts)).digest()
 
     def differences(self, other: "Identity") -> tuple[str, ...]:
-        """Names of the fields in which two identities differ, for a message; none exactly if their digests are equal."""
+        """Names of the fields in which two identities differ, for a message; none if their digests are equal."""
         theirs = other._fields()
         return tuple(name for name, value in self._fields().items() if value != theirs[name])
 
