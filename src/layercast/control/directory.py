@@ -139,6 +139,11 @@ class Directory:
         return tuple(shelf.room() for shelf in self._shelves)
 
     @property
+    def ranks(self) -> int:
+        """How many must report before a save is visible."""
+        return self._ranks
+
+    @property
     def idle(self) -> bool:
         """Whether there is no lease and no reservation."""
         return not self._leases and not self._savings

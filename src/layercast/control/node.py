@@ -1,4 +1,4 @@
-"""Puts a pool together for one engine process: slab, mover, gates, worker, directory. Owns what must be closed.
+"""Puts a pool together for an engine: slab, mover, gates and worker; directory. Owns what must be closed.
 
 The only room that names a concrete backend.
 """
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from layercast.config import Config
 from layercast.control.directory import Directory
 from layercast.control.pool import Pool
+from layercast.control.scheduler import SchedulerSide, WorkerFacts
+from layercast.errors import LayoutMismatch
 from layercast.flow.batches import Ways
 from layercast.flow.worker import NO_PEERS, Peers, Worker
 from layercast.move.base import Mover
@@ -25,6 +27,45 @@ CLOSE_S = 10.0
 
 
 @contextmanager
+def open_worker(
+    engine: Layout,
+    config: Config,
+    *,
+    keep: Sequence[object] = (),
+    link_gbps: float | None = None,
+    peers: Peers = NO_PEERS,
+    timeline: Timeline = OFF,
+) -> Iterator[Worker]:
+    """One rank's worker, for an engine whose caches are registered as `engine`.
+
+    keep: what holds the engine's memory. link_gbps: pace copies to that
+    many gigabits a second, to see overlap on a machine whose memory is faster than any link. Ends with everything
+    landed and unmapped; raises DeadlineExceeded if that takes over CLOSE_S seconds.
+    """
+    slab = Slab.create(engine, config.host_bytes)
+    mover: Mover = CpuMover() if link_gbps is None else PacedMover(CpuMover(), link_gbps)
+    try:
+        yield Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline)
+    finally:
+        mover.close(CLOSE_S)
+        slab.close()
+
+
+def scheduler_side(facts: Sequence[WorkerFacts], config: Config, shared_blocks: bool) -> SchedulerSide:
+    """The scheduler side over the workers of all ranks, in the order of their ranks.
+
+    Raises LayoutMismatch where two ranks do not hold the same groups, layers and kind of content.
+    """
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        if (other.specs, other.identities) != (first.specs, first.identities):
+            raise LayoutMismatch(f"rank {rank} has registered other groups or contents than rank 0: {other.specs}")
+    slots = [min(counts) for counts in zip(*(fact.slots for fact in facts), strict=True)]
+    directory = Directory(slots, time.monotonic, config.lease_s, ranks=len(facts))
+    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks)
+
+
+@contextmanager
 def open_pool(
     engine: Layout,
     identities: Sequence[Identity],
@@ -35,18 +76,7 @@ def open_pool(
     peers: Peers = NO_PEERS,
     timeline: Timeline = OFF,
 ) -> Iterator[Pool]:
-    """A pool for an engine whose caches are registered as `engine`.
-
-    identities: one a group (see spec.identities). keep: what holds the engine's memory. link_gbps: pace copies to that
-    many gigabits a second, to see overlap on a machine whose memory is faster than any link. Ends with everything
-    landed and unmapped; raises DeadlineExceeded if that takes over CLOSE_S seconds.
-    """
-    slab = Slab.create(engine, config.host_bytes)
-    mover: Mover = CpuMover() if link_gbps is None else PacedMover(CpuMover(), link_gbps)
-    try:
-        worker = Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline)
-        directory = Directory(slab.slots, time.monotonic, config.lease_s)
+    """Both sides in one process, for an engine of one rank. identities: one a group; the rest as `open_worker`."""
+    with open_worker(engine, config, keep=keep, link_gbps=link_gbps, peers=peers, timeline=timeline) as worker:
+        directory = Directory(worker.ways.slots, time.monotonic, config.lease_s)
         yield Pool(worker, directory, engine, identities)
-    finally:
-        mover.close(CLOSE_S)
-        slab.close()

@@ -53,6 +53,11 @@ class Ways:
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
         )
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Number of slots of each group."""
+        return tuple(group.blocks for group in self.slab.layout.groups)
+
     def load_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
         """(group, plan from slots to engine blocks) for every group that moves anything."""
         plans = [(pair.group, self.loading[pair.group].plan(pair.slots, pair.blocks)) for pair in pairs]

@@ -106,6 +106,10 @@ class Worker:
             tuple(save.outcome() for save in saved),
         )
 
+    def quiet(self, timeout_s: float) -> None:
+        """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
+        self.issuer.wait_idle(timeout_s)
+
     @property
     def idle(self) -> bool:
         """Whether everything that was begun has been reported."""

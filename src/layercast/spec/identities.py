@@ -18,15 +18,19 @@ def identities_of(
     weights_version: str = "",
     kv_scales: str = "",
     draft: str = "",
+    packing: str = "",
 ) -> tuple[Identity, ...]:
-    """One identity a group: the engine's names, and dtypes and inner layout as registered."""
+    """One identity a group: the engine's names, and dtypes and inner layout as registered.
+
+    packing: how an engine's kernels order a block's content, where its strides do not tell.
+    """
     return tuple(
         Identity(
             model=model,
             revision=revision,
             weights_version=weights_version,
             dtypes=tuple(sorted({(str(plane.kind), plane.dtype) for plane in group.planes})),
-            layout=layout_tag(group),
+            layout=f"{layout_tag(group)} {packing}".rstrip(),
             group=group.name,
             block_size=group.spec.block_size,
             kv_scales=kv_scales,

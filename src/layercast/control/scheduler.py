@@ -1,0 +1,257 @@
+"""The scheduler side of a pool: what a prompt can have, who is promised what, and what became of it.
+
+Talks to the worker side of every rank by orders and reports alone, which may cross a process boundary. Its methods
+belong to one thread. Knows block numbers and tokens, never tensors, attention or how bytes move.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+
+import msgspec
+
+from layercast.config import Config
+from layercast.control.directory import Directory, Lease, Reservation
+from layercast.control.shelf import Absence
+from layercast.errors import BadBlocks, Full, Missing, NotCacheable
+from layercast.flow.orders import (
+    BlockPairs,
+    LoadOrder,
+    LoadOutcome,
+    SaveOrder,
+    SaveOutcome,
+    StepReport,
+)
+from layercast.observe.receipts import MissReason
+from layercast.plan.policy import Mode, decide
+from layercast.plan.prefix import usable_prefix
+from layercast.spec.groups import GroupSpec
+from layercast.spec.keys import ExtrasOf, Identity, block_keys
+
+Table = Sequence[int | None]
+"""Engine block of each block index of one group; None where none is allocated."""
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What the pool can bring in for a prompt.
+
+    tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
+    beyond them (then 0). needed: block indices to load, by group. window: as in LoadOrder. miss: why tokens is 0.
+    """
+
+    tokens: int
+    needed: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[bytes, ...], ...]
+    window: int
+    miss: MissReason | None = None
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What a report means for the engine.
+
+    failed: requests whose forward read KV that had not landed. loads: outcomes; the blocks of their requests are quiet.
+    saves: outcomes; the engine may let go of their source blocks.
+    """
+
+    failed: tuple[str, ...]
+    loads: tuple[LoadOutcome, ...]
+    saves: tuple[SaveOutcome, ...]
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a rank's worker tells the scheduler side once the engine's memory is registered. slots: as `Slab.slots`."""
+
+    specs: tuple[GroupSpec, ...]
+    identities: tuple[Identity, ...]
+    slots: tuple[int, ...]
+
+
+class SchedulerSide:
+    """Look up a prompt's KV, order its loads and saves, and settle what workers report of them.
+
+    specs, identities: one a group. shared_blocks: whether the engine lets requests read one another's blocks, so that
+    a failed load may have misled others than its own request.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        config: Config,
+        specs: Sequence[GroupSpec],
+        identities: Sequence[Identity],
+        shared_blocks: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.specs = tuple(specs)
+        self._identities = tuple(identities)
+        self._shared_blocks = shared_blocks
+        self._names: dict[str, list[list[bytes]]] = {}
+        self._leases: dict[str, tuple[Lease, list[list[bytes]]]] = {}
+        """Load order to its lease and the keys of the leased slots, by group."""
+        self._saving: dict[str, tuple[str, str]] = {}
+        """Save order to (request, reservation)."""
+        self._doomed: set[str] = set()
+        """Save orders of KV that is not to be trusted."""
+        self._ranks_left: dict[str, int] = {}
+        """Order to the number of ranks on which it has not ended."""
+        self._numbers = count()
+
+    def match(self, tokens: Sequence[int], extras: ExtrasOf | None = None, local_tokens: int = 0) -> Match:
+        """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. No side effects."""
+        nothing = ((),) * len(self.specs)
+        try:
+            keys = tuple(tuple(block_keys(identity, tokens, extras)) for identity in self._identities)
+        except NotCacheable:
+            return Match(0, nothing, nothing, 0, MissReason.NOT_CACHEABLE)
+        present = [self.directory.present(group, named) for group, named in enumerate(keys)]
+        usable = usable_prefix(self.specs, present, len(tokens), local_tokens=local_tokens)
+        hit = max(0, usable.tokens - local_tokens)
+        decision = decide(
+            hit,
+            threshold=self.config.kv_recompute_threshold,
+            use_layerwise=self.config.use_layerwise,
+            window=self.config.layerwise_window,
+            layers=sum(len(spec.layers) for spec in self.specs),
+        )
+        if hit == 0:
+            return Match(0, nothing, keys, 0, self._why(keys))
+        if decision.mode is Mode.RECOMPUTE:
+            return Match(0, nothing, keys, 0, MissReason.BELOW_THRESHOLD)
+        return Match(usable.tokens, usable.needed, keys, decision.window)
+
+    def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
+        """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now."""
+        if not match.tokens:
+            return None
+        wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, match.needed, strict=True)]
+        try:
+            lease = self.directory.lease(request, wanted)
+        except Missing:
+            return None
+        pairs = tuple(
+            BlockPairs(group, slots, tuple(_block(tables[group], index) for index in match.needed[group]))
+            for group, slots in enumerate(lease.slots)
+            if slots
+        )
+        order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, match.window)
+        self._leases[order.id] = (lease, wanted)
+        self._ranks_left[order.id] = self.directory.ranks
+        return order
+
+    def save_order(
+        self,
+        request: str,
+        tokens: Sequence[int],
+        before: int,
+        after: int,
+        tables: Sequence[Table],
+        extras: ExtrasOf | None = None,
+    ) -> SaveOrder | None:
+        """Reserve slots for the blocks that end in (before, after], as far as nobody has them or saves them.
+
+        None if there is nothing to save, or no room (then nothing was reserved). `tokens` may be longer than `after`.
+        """
+        names = self._named(request, tokens[:after], extras)
+        spans = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
+        if not any(spans):
+            return None
+        keys = [[named[i] for i in span] for named, span in zip(names, spans, strict=True)]
+        try:
+            reservation = self.directory.reserve(request, keys)
+        except Full:
+            return None
+        if not reservation.blocks:
+            return None
+        order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, spans, tables))
+        self._saving[order.id] = (request, reservation.id)
+        self._ranks_left[order.id] = self.directory.ranks
+        return order
+
+    def settle(self, report: StepReport, rank: int = 0) -> Settled:
+        """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
+        if report.failed:
+            misled = (o for o, (request, _) in self._saving.items() if self._shared_blocks or request in report.failed)
+            self._doomed.update(misled)
+        for save in report.saves:
+            _, reservation = self._saving[save.id]
+            if save.saved and save.id not in self._doomed:
+                self.directory.commit(reservation, rank)
+            else:
+                self.directory.revoke(reservation, rank)
+            if self._last(save.id):
+                del self._saving[save.id]
+                self._doomed.discard(save.id)
+        return Settled(report.failed, tuple(self._ended(load) for load in report.loads), report.saves)
+
+    def finish(self, request: str) -> None:
+        """Forget a request's names; its saves go on."""
+        self._names.pop(request, None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every lease and reservation has ended."""
+        return self.directory.idle
+
+    def _last(self, order: str) -> bool:
+        """Count one rank's end of an order; whether it was the last one's."""
+        self._ranks_left[order] -= 1
+        if self._ranks_left[order]:
+            return False
+        del self._ranks_left[order]
+        return True
+
+    def _ended(self, load: LoadOutcome) -> LoadOutcome:
+        if load.id not in self._leases:
+            return load  # a push that was received has no lease here
+        lease, keys = self._leases[load.id]
+        bad = set(load.bad_slots)
+        for group, (slots, named) in enumerate(zip(lease.slots, keys, strict=True)):
+            self.directory.forget(group, [key for slot, key in zip(slots, named, strict=True) if (group, slot) in bad])
+        if self._last(load.id):
+            self.directory.release(lease)
+            del self._leases[load.id]
+        return load
+
+    def _named(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None) -> list[list[bytes]]:
+        names = self._names.setdefault(request, [[] for _ in self.specs])
+        for group, identity in enumerate(self._identities):
+            if len(tokens) // identity.block_size > len(names[group]):
+                names[group] = block_keys(identity, tokens, extras, names[group])
+        return names
+
+    def _why(self, keys: Sequence[Sequence[bytes]]) -> MissReason:
+        if not any(keys):
+            return MissReason.SHORT
+        group = next(group for group, named in enumerate(keys) if named)
+        absence = self.directory.absences(group, keys[group][:1])[0]
+        return MissReason.NEVER_STORED if absence is None else _REASONS.get(absence, MissReason.NEVER_STORED)
+
+
+_REASONS = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}
+
+
+def _block(table: Table, index: int) -> int:
+    block = table[index]
+    if block is None:
+        raise BadBlocks(f"block {index} is to be loaded, but the engine has allocated no memory for it")
+    return block
+
+
+def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> list[int]:
+    """Indices of the blocks that end in (before, after] and that the engine holds.
+
+    Of a recurrent group these are the snapshots it took; elsewhere a block that slid out of a window has gone.
+    """
+    first, last = before // spec.block_size, after // spec.block_size
+    return [index for index in range(first, min(last, len(table))) if table[index] is not None]
+
+
+def _save_pairs(
+    reservation: Reservation, spans: Sequence[Sequence[int]], tables: Sequence[Table]
+) -> tuple[BlockPairs, ...]:
+    pairs = []
+    for group, (chosen, slots) in enumerate(zip(reservation.indices, reservation.slots, strict=True)):
+        if slots:
+            blocks = tuple(_block(tables[group], spans[group][place]) for place in chosen)
+            pairs.append(BlockPairs(group, slots, blocks))
+    return tuple(pairs)
