@@ -1,6 +1,9 @@
+import pytest
+
+from layercast.errors import DeadlineExceeded, Missing
 from layercast.store.memory import MemoryStore
 from layercast.testing.faults import FakeClock
-from layercast.testing.store_laws import StoreLaws, get, key, put
+from layercast.testing.store_laws import LEASE_S, StoreLaws, get, key, put
 
 
 class TestMemoryStore(StoreLaws):
@@ -32,3 +35,29 @@ def test_bytes_in_use_are_those_of_objects_and_open_writes():
     assert store.used == 1024, "the second commit of a key takes no room"
     store.evict([key(1)])
     assert store.used == 0
+
+
+def test_a_read_that_outlives_its_lease_is_not_trusted():
+    """The lease ends between the check before the copy and the one after it."""
+    clock = FakeClock()
+    store = MemoryStore(4096, lambda: clock.now)
+    put(store, 1)
+    read = store.open_read([key(1)], LEASE_S)
+
+    def later():
+        now, clock.now = clock.now, LEASE_S
+        return now
+
+    store.clock = later
+    with pytest.raises(DeadlineExceeded):
+        read.read(0, 0, bytearray(8))
+
+
+def test_an_object_lost_and_stored_again_during_a_lease_is_not_the_one_that_was_opened():
+    store = MemoryStore(4096, FakeClock())
+    put(store, 1)
+    read = store.open_read([key(1)], LEASE_S)
+    store._drop(key(1))
+    put(store, 1)
+    with pytest.raises(Missing, match="lost during its lease"):
+        read.read(0, 0, bytearray(8))

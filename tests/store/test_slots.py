@@ -116,16 +116,16 @@ def test_a_table_without_slots_is_refused():
 
 
 def test_long_use_leaves_requests_in_few_runs():
-    """At 80 % use with requests of 8 to 64 blocks coming and going, a request still lies in one or two runs."""
+    """At 95 % use with requests of 8 to 64 blocks coming and going."""
     rng = random.Random(7)
     table, held, counts = SlotTable(4096), [], []
     for _ in range(4000):
         size = rng.randint(8, 64)
-        while table.used_count + size > 4096 * 0.8:
+        while table.used_count + size > 4096 * 0.95:
             table.free(held.pop(rng.randrange(len(held))))
         slots = table.allocate(size)
         held.append(slots)
         counts.append(runs(slots))
     recent = counts[1000:]
-    assert sum(recent) / len(recent) < 1.5
-    assert max(recent) <= 8
+    assert sum(recent) / len(recent) < 1.8
+    assert max(recent) <= 4

@@ -66,10 +66,9 @@ class Shelf:
     def reserve(self, keys: Sequence[bytes], indices: Sequence[int]) -> list[Block]:
         """Slots for `keys[i]`, evicting others. The caller has checked `room(keys)`."""
         self.touch(keys)
-        for _ in range(len(indices) - self.table.free_count):
-            key, block = self.idle.popitem(last=False)
-            self._drop(key, block, Absence.EVICTED)
-            self.evictions += 1
+        victims = [self.idle.popitem(last=False) for _ in range(len(indices) - self.table.free_count)]
+        self._drop([block for _, block in victims], Absence.EVICTED)
+        self.evictions += len(victims)
         slots = self.table.allocate(len(indices), self._slot_after(keys, indices))
         blocks = [Block(keys[index], slot) for index, slot in zip(indices, slots, strict=True)]
         self.saving.update((block.key, block) for block in blocks)
@@ -118,7 +117,7 @@ class Shelf:
         block = self.stored.get(key)
         if block is not None:
             self.idle.pop(key, None)
-            self._drop(key, block, why)
+            self._drop([block], why)
         return block is not None
 
     def check(self, leases: int) -> None:
@@ -137,16 +136,16 @@ class Shelf:
         if broken:
             raise BrokenInvariant(f"the directory is inconsistent, please report this: not true: {'; '.join(broken)}")
 
-    def _drop(self, key: bytes, block: Block, why: Absence) -> None:
-        del self.stored[key]
-        if block.leases:
-            self.detached.add(block)
-        else:
-            self.table.free((block.slot,))
-        self._gone[key] = why
-        self._gone.move_to_end(key)
-        if len(self._gone) > self._remember:
-            self._gone.popitem(last=False)
+    def _drop(self, blocks: Sequence[Block], why: Absence) -> None:
+        """Take blocks from their keys; slots that nobody leases are freed together, which is quicker."""
+        for block in blocks:
+            del self.stored[block.key]
+            self._gone[block.key] = why
+            self._gone.move_to_end(block.key)
+            if len(self._gone) > self._remember:
+                self._gone.popitem(last=False)
+        self.detached.update(block for block in blocks if block.leases)
+        self.table.free(block.slot for block in blocks if not block.leases)
 
     def _slot_after(self, keys: Sequence[bytes], indices: Sequence[int]) -> int | None:
         """The slot behind the one of the key before the first new one, so that a chat's blocks lie in one run."""

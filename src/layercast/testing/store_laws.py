@@ -248,8 +248,10 @@ class StoreLaws(ABC):
         put(store, 0)
         read = store.open_read([key(0)], LEASE_S)
         clock.advance(LEASE_S)
+        untouched = bytearray(8)
         with pytest.raises((DeadlineExceeded, Missing)):
-            read_all(read, 0)
+            read.read(0, 0, untouched)
+        assert untouched == bytes(8)
         assert store.evict([key(0)]) == [True]
         with pytest.raises((DeadlineExceeded, Missing)):
             read.read(0, 0, bytearray(8))
