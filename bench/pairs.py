@@ -1,0 +1,71 @@
+"""Paired measurements: two things in turn, the ratio pair by pair, its median and a 95 % interval of that median."""
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from math import comb
+from pathlib import Path
+from statistics import median
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Order statistics that hold the median with at least 95 % probability (binomial; needs 6 values or more)."""
+    ranked, n = sorted(values), len(values)
+    tail, low = 0.0, 0
+    while tail + comb(n, low) / 2**n <= 0.025:
+        tail += comb(n, low) / 2**n
+        low += 1
+    low = max(0, low - 1)
+    return ranked[low], ranked[n - 1 - low]
+
+
+def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> dict[str, object]:
+    """Seconds of `first` over seconds of `second`, alternating which goes first."""
+    ours, theirs = [], []
+    for number in range(pairs):
+        turn = [(first, ours), (second, theirs)]
+        for call, kept in turn if number % 2 == 0 else reversed(turn):
+            kept.append(call())
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, high = interval(ratios)
+    return {
+        "pairs": pairs,
+        "ratio_median": median(ratios),
+        "ratio_95": [low, high],
+        "first_s_median": median(ours),
+        "second_s_median": median(theirs),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+    }
+
+
+def about() -> dict[str, object]:
+    """Versions, processor and command, to stand beside every figure."""
+    packages = {}
+    for name in ("layercast", "torch", "transformers", "numpy", "msgspec"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "source tree"
+    models = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(models),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def write(path: Path | None, results: dict[str, object]) -> None:
+    """Results as JSON, to a file and to the screen; called after every case, so that a stop loses nothing."""
+    text = json.dumps({"about": about(), **results}, indent=2)
+    if path is not None:
+        path.write_text(text + "\n")
+    print(text)
