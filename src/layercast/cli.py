@@ -90,16 +90,13 @@ def demo(
 ) -> None:
     """A real small model behind a long shared prefix: cold, bulk, layerwise, push."""
     from layercast.config import cache_folder, from_sources
+
+    chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
     from layercast.demo.report import write_files, write_terminal
     from layercast.demo.scenario import Options, run
 
-    options = Options(
-        config=from_sources(config, os.environ, settings or ()),
-        cache=cache or cache_folder(),
-        link_gbps=link_gbps,
-        dtype=dtype,
-    )
-    result = run(options)
+    options = Options(config=chosen, cache=cache or cache_folder(), link_gbps=link_gbps, dtype=dtype)
+    result = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     write_files(result, out)
     if json is not None:
         _write(json, msgspec.json.encode(result.modes))

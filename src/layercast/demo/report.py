@@ -22,6 +22,11 @@ NOTES = {
     "layerwise": "Each layer waits for its own KV only; the rest arrives while it computes.",
     "push": "Another process computes the prefix; its KV lands here layer by layer.",
 }
+COLUMNS = ("", "TTFT ms", "of cold", "computed", "loaded", "KV MB", "waited", "hidden", "verified")
+CAPTION = (
+    "TTFT: time to the first token. computed, loaded: tokens of the prompt.\n"
+    "waited: ms that the forward waited for KV. hidden: part of the transfer behind compute.\n"
+)
 TITLE = "Where the time to the first token goes"
 
 
@@ -47,7 +52,7 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All ways of answering, by the names in MODES, with the spans of each up to its first token."""
+    """All ways of answering, by the names in MODES, with the spans of each (times since its request)."""
 
     modes: Mapping[str, ModeResult]
     spans: Mapping[str, tuple[Span, ...]]
@@ -71,32 +76,24 @@ def moved_line(modes: Mapping[str, ModeResult]) -> str:
 
 def table_of(result: DemoResult) -> Table:
     """One row a mode."""
-    table = Table(title=_with_link(result, result.about or TITLE), title_justify="left", title_style="bold")
-    for name, right in (
-        ("", False),
-        ("first token", True),
-        ("of cold", True),
-        ("tokens computed", True),
-        ("tokens loaded", True),
-        ("KV moved", True),
-        ("waited for KV", True),
-        ("hidden", True),
-        ("verified", True),
-    ):
-        table.add_column(name, justify="right" if right else "left")
+    table = Table(
+        title=_with_link(result, result.about or TITLE) + "\n",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     cold = result.modes["cold"].ttft_ms if "cold" in result.modes else None
     for name, mode in result.modes.items():
-        table.add_row(
-            name,
-            f"{mode.ttft_ms:,.0f} ms",
-            f"{mode.ttft_ms / cold:.2f}" if cold else "",
-            f"{mode.computed_tokens:,}",
-            f"{mode.loaded_tokens:,}",
-            f"{mode.bytes / 1e6:,.1f} MB" if mode.loaded_tokens else "-",
-            f"{mode.exposed_ms:,.0f} ms" if mode.loaded_tokens else "-",
-            "-" if mode.overlap is None else f"{mode.overlap:.0%}",
-            ("yes" if mode.verified else "NO") if mode.loaded_tokens else "-",
-        )
+        share = f"{mode.ttft_ms / cold:.2f}" if cold else "-"
+        moved = (f"{mode.bytes / 1e6:,.1f}", f"{mode.exposed_ms:,.0f}") if mode.loaded_tokens else ("-", "-")
+        hidden = "-" if mode.overlap is None else f"{mode.overlap:.0%}"
+        checked = ("yes" if mode.verified else "NO") if mode.loaded_tokens else "-"
+        counts = (f"{mode.computed_tokens:,}", f"{mode.loaded_tokens:,}")
+        table.add_row(name, f"{mode.ttft_ms:,.0f}", share, *counts, *moved, hidden, checked)
     return table
 
 
@@ -111,7 +108,7 @@ def answers(modes: Mapping[str, ModeResult]) -> str:
 def panels_of(result: DemoResult) -> tuple[Panel, ...]:
     """One panel a mode that has spans."""
     return tuple(
-        Panel(name, spans, NOTES.get(name, ""), result.modes[name].ttft_ms / 1e3)
+        Panel(name, spans, NOTES.get(name, ""), result.modes[name].ttft_ms / 1e3, 0.0)
         for name, spans in result.spans.items()
         if spans
     )
@@ -132,6 +129,7 @@ def write_terminal(result: DemoResult, out: Path, console: Console | None = None
     """Print the table, the answer, the line on what moved, and where the files are."""
     console = console or Console()
     console.print(table_of(result))
+    console.print(CAPTION, style="dim", highlight=False, soft_wrap=True)
     console.print(answers(result.modes), markup=False)
     console.print(moved_line(result.modes), style="bold", highlight=False, soft_wrap=True)
     console.print(

