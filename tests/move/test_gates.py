@@ -1,5 +1,5 @@
 from layercast.move.gates import CpuGate
-from layercast.testing.move_laws import GateLaws
+from layercast.testing.gate_laws import GateLaws
 
 
 class TestCpuGate(GateLaws):
