@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from memory_model import FAMILIES, block_by_block, execute, natural, side_of, sides, touched
 
 from layercast.errors import BadBlocks, LayoutMismatch
-from layercast.plan.pieces import Pieces, route_between
+from layercast.plan.pieces import Pieces, columns_of, merged_columns, route_between
 from layercast.spec.groups import packed_like
 
 LAYERS = (0, 3, 4)
@@ -226,3 +226,13 @@ def test_sides_of_other_layers_dtypes_or_sizes_are_refused_by_layer():
         group = side_of(other, kind, range(2), 3, orders=natural(other, cross=True), cross=True).group
         with pytest.raises(LayoutMismatch, match="layer 0"):
             route_between(whole, group)
+
+
+def test_planes_that_touch_but_step_differently_are_not_joined():
+    """K and V adjacent for block 0 only: the K of a block is followed by padding on one side or the other."""
+    from_, to, length = (np.array([at], np.int64) for at in (0, 0, 8))
+    one = columns_of(from_, to, length, 16, 16)
+    for source_step, target_step in [(24, 16), (16, 24)]:
+        other = columns_of(from_ + 8, to + 8, length, source_step, target_step)
+        assert merged_columns([one, other]).length.tolist() == [8, 8]
+    assert merged_columns([columns_of(from_ + 8, to + 8, length, 16, 16), one]).length.tolist() == [16]
