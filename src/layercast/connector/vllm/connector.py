@@ -1,0 +1,49 @@
+"""The class that vLLM loads, in its scheduler and in each of its workers.
+
+    KVTransferConfig(kv_connector="LayercastConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+                     kv_connector_extra_config={"host_bytes": 8 << 30})
+
+Where the package is not installed, add kv_connector_module_path="layercast.connector.vllm.connector".
+"""
+
+import logging
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from layercast.config import from_mapping
+from layercast.connector.vllm.registration import refuse
+from layercast.connector.vllm.scheduler import SchedulerHooks
+from layercast.connector.vllm.worker import WorkerHooks
+
+_log = logging.getLogger("layercast")
+
+
+class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
+    """Loads a prompt's KV layer by layer inside the forward, from a pool in host memory, and saves it there.
+
+    Settings are those of `config.Config`, in `kv_connector_extra_config`. Raises UnknownSetting, BadSetting, and
+    UnsupportedModel for what it would not do right.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self.config = from_mapping(transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        refuse(vllm_config, kv_cache_config)
+        if transfer.kv_load_failure_policy != "recompute" and role is KVConnectorRole.SCHEDULER:
+            _log.warning(
+                "kv_load_failure_policy is %r: a request whose cached KV is lost or damaged will end in an error; "
+                "set it to 'recompute'",
+                transfer.kv_load_failure_policy,
+            )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: a full graph would replay the forward without its gates."""
+        return True

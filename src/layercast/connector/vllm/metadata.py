@@ -1,0 +1,38 @@
+"""layercast's values inside the envelopes that vLLM carries between its scheduler and its workers."""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from layercast.control.scheduler import WorkerFacts
+from layercast.flow.orders import StepOrders, StepReport
+
+
+@dataclass(frozen=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """What a worker has registered; once, from each worker to the scheduler."""
+
+    facts: WorkerFacts
+
+
+@dataclass(frozen=True)
+class Orders(KVConnectorMetadata):
+    """What to move during a step; from the scheduler to every worker."""
+
+    orders: StepOrders
+
+
+@dataclass(frozen=True)
+class Reports(KVConnectorWorkerMetadata):
+    """(rank, what ended on it); from the workers to the scheduler, joined over the ranks on the way."""
+
+    reports: tuple[tuple[int, StepReport], ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
+        """Both together."""
+        assert isinstance(other, Reports)
+        return Reports(self.reports + other.reports)
