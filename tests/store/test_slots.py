@@ -98,6 +98,7 @@ def test_a_next_chunk_lies_behind_the_last_one_if_there_is_room():
     table.free([*range(4, 6), *range(10, 20)])
     assert table.allocate(2, after=10) == (10, 11)
     assert table.allocate(2, after=12) == (12, 13)
+    assert table.allocate(3, after=4) == (14, 15, 16), "two are free there, but not three in a row"
     assert table.allocate(2, after=3) == (4, 5), "nothing is free there: the smallest fit"
 
 
