@@ -115,7 +115,7 @@ class PushRun:
         timeline: Timeline = OFF,
     ) -> None:
         self._transfer = transfer
-        self._layout, self._routes = ways
+        self._ways = ways
         self._mover = mover
         self._announcer = announcer
         self._verify = config.verify
@@ -131,7 +131,7 @@ class PushRun:
         if self._stopped or (order.part, layer) in self._seen:
             return
         self._seen.add((order.part, layer))
-        group = self._layout.group_of(layer)
+        group = self._ways[0].group_of(layer)
         plan = self._plan(order, group)
         if plan is None or not plan.blocks:
             self._announcer.layer_sent(order, layer, (), b"")
@@ -183,7 +183,7 @@ class PushRun:
             pairs = next((pair for pair in order.pairs if pair.group == group), None)
             if pairs is None:
                 return None
-            self._plans[key] = self._routes[group].plan(pairs.blocks, pairs.remote_blocks)
+            self._plans[key] = self._ways[1][group].plan(pairs.blocks, pairs.remote_blocks)
         return self._plans[key]
 
 
