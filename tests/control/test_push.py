@@ -33,7 +33,7 @@ class Side:
         self.mover = CpuMover()
         layout = self.bytes.layout
         engine = Engine(layout, identities_of(layout, model=model), self.mover, Config(**settings), clock)
-        self.node = PushNode(engine, MemoryTransport(hub, b"secret"))
+        self.node = PushNode(engine, MemoryTransport(hub, b"a secret of sixteen bytes"))
 
     def close(self):
         self.node.close(5)
