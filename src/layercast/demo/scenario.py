@@ -57,6 +57,7 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
     """Answer the prompt in every mode; `say` is told what takes time. Raises BadSetting, Missing, NoDiskSpace."""
     if options.dtype not in DTYPES:
         raise BadSetting(f"dtype = {options.dtype!r}: known: {', '.join(DTYPES)}")
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core is left to the thread that moves KV
     say("loading SmolLM2-135M (the first run converts it, half a minute)")
     folder = prepare(options.cache)
     dtype = quicker_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -66,7 +67,7 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
     for name in ("cold", "bulk", "layerwise"):
         say(f"{name}: {len(guest.prompt):,} prompt tokens")
         modes[name], spans[name] = _answer(guest, options, name)
-    about = f"SmolLM2-135M, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} compute threads"
+    about = f"SmolLM2-135M, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} compute thread(s)"
     return DemoResult(modes=modes, spans=spans, link_gbps=options.link_gbps, about=about)
 
 
