@@ -5,7 +5,7 @@ nothing. Does not know addresses, bytes, tensors or how blocks move.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -44,16 +44,15 @@ class Lease:
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Slots to save into until `deadline`: for each group the indices of the keys to be saved, and their slots.
+    """Slots to save into: for each group the indices of the keys to be saved, and their slots.
 
-    Nothing may write into the slots after the deadline.
+    It lasts until every rank has reported, however long: a slot that a copy may still reach can't be another's.
     """
 
     id: str
     request: str
     indices: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
-    deadline: float
 
     @property
     def blocks(self) -> int:
@@ -74,7 +73,7 @@ class Stats(msgspec.Struct, frozen=True):
     saves_dropped: int
     """Saves (not blocks) refused for want of room."""
     saves_failed: int
-    """Reservations revoked or expired."""
+    """Reservations revoked."""
     leases_expired: int
     """Leases."""
     double_releases: int
@@ -89,7 +88,6 @@ class _Saving:
 
     keys: tuple[Keys, ...]
     blocks: list[list[Block]]
-    deadline: float
     done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
 
@@ -97,7 +95,7 @@ class _Saving:
 class Directory:
     """Keys, slots, leases and reservations of all groups.
 
-    slots_per_group: as `Slab.slots`. clock: seconds, never going back. lease_s: life of leases and reservations.
+    slots_per_group: as `Slab.slots`. clock: seconds, never going back. lease_s: life of a lease.
     ranks: how many must report before a save is visible. remember: dropped keys of each group whose fate is kept.
     """
 
@@ -198,14 +196,23 @@ class Directory:
 
     # ---- saves ----
 
-    def reserve(self, request: str, keys: Sequence[Keys]) -> Reservation:
+    def reserve(
+        self, request: str, keys: Sequence[Keys], held: Sequence[Mapping[int, int]] | None = None
+    ) -> Reservation:
         """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
 
-        Evicts blocks that nobody leases, the least recently used first, but none of `keys`; give the whole
-        prefix rather than its new part, so that it is kept in one piece. Raises Full, and then nothing has changed.
+        keys: the whole prefix, so that it is kept in one piece: none of it is evicted for the rest, and the first
+        keys last to go. held: for each group, index of a key to the engine block that has its bytes; only these are
+        saved (None: all), and slots ascend with the blocks, so that neighbours stay neighbours.
+        Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
         self.expire(self._clock())
         wanted = [(shelf, named, shelf.unknown(named)) for shelf, named in self._by_group(keys)]
+        if held is not None:
+            wanted = [
+                (shelf, named, tuple(sorted((i for i in indices if i in blocks), key=blocks.__getitem__)))
+                for (shelf, named, indices), blocks in zip(wanted, held, strict=True)
+            ]
         for group, (shelf, named, indices) in enumerate(wanted):
             room = shelf.room(named)
             if len(indices) > room:
@@ -218,11 +225,10 @@ class Directory:
             why for shelf, named, indices in wanted for i in indices if (why := shelf.absence(named[i])) is not None
         )
         blocks = [shelf.reserve(named, indices) for shelf, named, indices in wanted]
-        deadline = self._clock() + self._lease_s
         indices_of_all = tuple(indices for _, _, indices in wanted)
-        reservation = Reservation(self._id("save"), request, indices_of_all, _slots(blocks), deadline)
+        reservation = Reservation(self._id("save"), request, indices_of_all, _slots(blocks))
         if reservation.blocks:
-            self._savings[reservation.id] = _Saving(tuple(keys), blocks, deadline)
+            self._savings[reservation.id] = _Saving(tuple(keys), blocks)
         return reservation
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
@@ -245,15 +251,12 @@ class Directory:
     # ---- time ----
 
     def expire(self, now: float) -> int:
-        """End the leases and reservations whose deadline has come; how many. Also done by every lease and reserve."""
+        """End the leases whose deadline has come; how many. Also done by every lease and reserve."""
         ended = 0
         while self._leases and (lease := next(iter(self._leases.values()))[0]).deadline <= now:
             self._unpin(lease)
             lease.state = LeaseState.EXPIRED
             self._counts["leases_expired"] += 1
-            ended += 1
-        while self._savings and (first := next(iter(self._savings.items())))[1].deadline <= now:
-            self._drop(*first)
             ended += 1
         return ended
 

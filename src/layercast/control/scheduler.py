@@ -152,17 +152,16 @@ class SchedulerSide:
         None if there is nothing to save, or no room (then nothing was reserved). `tokens` may be longer than `after`.
         """
         names = self._named(request, tokens[:after], extras)
-        spans = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
-        if not any(spans):
+        held = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
+        if not any(held):
             return None
-        keys = [[named[i] for i in span] for named, span in zip(names, spans, strict=True)]
         try:
-            reservation = self.directory.reserve(request, keys)
+            reservation = self.directory.reserve(request, names, held)
         except Full:
             return None
         if not reservation.blocks:
             return None
-        order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, spans, tables))
+        order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, held))
         self._saving[order.id] = (request, reservation.id)
         self._ranks_left[order.id] = self.directory.ranks
         return order
@@ -237,21 +236,20 @@ def _block(table: Table, index: int) -> int:
     return block
 
 
-def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> list[int]:
-    """Indices of the blocks that end in (before, after] and that the engine holds.
+def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int, int]:
+    """Block index to engine block, of the blocks that end in (before, after] and that the engine holds.
 
     Of a recurrent group these are the snapshots it took; elsewhere a block that slid out of a window has gone.
     """
     first, last = before // spec.block_size, after // spec.block_size
-    return [index for index in range(first, min(last, len(table))) if table[index] is not None]
+    return {
+        index: block for index, block in enumerate(table[first : min(last, len(table))], first) if block is not None
+    }
 
 
-def _save_pairs(
-    reservation: Reservation, spans: Sequence[Sequence[int]], tables: Sequence[Table]
-) -> tuple[BlockPairs, ...]:
-    pairs = []
-    for group, (chosen, slots) in enumerate(zip(reservation.indices, reservation.slots, strict=True)):
-        if slots:
-            blocks = tuple(_block(tables[group], spans[group][place]) for place in chosen)
-            pairs.append(BlockPairs(group, slots, blocks))
-    return tuple(pairs)
+def _save_pairs(reservation: Reservation, held: Sequence[dict[int, int]]) -> tuple[BlockPairs, ...]:
+    return tuple(
+        BlockPairs(group, slots, tuple(held[group][index] for index in indices))
+        for group, (indices, slots) in enumerate(zip(reservation.indices, reservation.slots, strict=True))
+        if slots
+    )

@@ -66,6 +66,8 @@ class Worker:
         self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab), timeline)
         self.timeline = timeline
         self.peers = peers
+        windows = windows_of(ways.layers, ways.config.layerwise_window)
+        self.window_of = {layer: window for window in windows for layer in window}
         self._loads: list[LoadRun] = []
         self._saves: list[SaveRun] = []
 
@@ -161,8 +163,6 @@ class LayerStep:
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
-        windows = windows_of(worker.ways.layers, worker.ways.config.layerwise_window)
-        self._window_of = {layer: window for window in windows for layer in window}
 
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
@@ -199,7 +199,7 @@ class LayerStep:
             self._computing = None
 
     def _save(self, layer: int) -> None:
-        window = self._window_of[layer]
+        window = self._worker.window_of[layer]
         ready = [save for save in self._saves if save.completes(layer, window)]
         if ready:
             after = self._worker.mover.mark()
