@@ -99,6 +99,7 @@ class PushSource:
                 raise Malformed(f"{push.transfer} goes to another peer")
             if isinstance(message, Confirmed):
                 push.see(PushEvent.CONFIRM)
+                push.hush()
             elif isinstance(message, Aborted):
                 self._stop(push, PushEvent.ABORT, message.reason)
 
@@ -133,8 +134,12 @@ class PushSource:
 
     def quiet(self, push: Outgoing) -> None:
         """A stopped push touches our blocks no more: what the peer offered is its own again."""
-        if push.peer is not None:
-            self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
+        if push.peer is None:
+            push.hush()
+        else:
+            told = self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
+            # Not before the word is out: whoever sees a quiet push may drop its connection.
+            told.then(lambda _: push.hush())
 
     def _stop(self, push: Outgoing, event: PushEvent, reason: str) -> None:
         if push.see(event, reason):

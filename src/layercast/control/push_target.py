@@ -109,7 +109,7 @@ class PushTarget:
             if isinstance(message, Aborted):
                 if push.see(PushEvent.ABORT, message.reason):
                     self._close(push, PeerLost(f"{push.transfer}: the peer gave it up: {message.reason}"))
-                push.quiet = True
+                push.hush()
                 return
         if isinstance(message, LayerDone) and push.state in LIVE:
             push.see(PushEvent.LAYER)
@@ -128,7 +128,7 @@ class PushTarget:
             for push in [push for push in self._pushes.values() if push.peer == peer]:
                 if push.see(PushEvent.LOSE, "the prefill instance is gone"):
                     self._close(push, PeerLost(f"{push.transfer}: the prefill instance is gone"))
-                push.quiet = True
+                push.hush()
 
     def close(self) -> None:
         """Withdraw everything."""
@@ -145,7 +145,7 @@ class PushTarget:
                 push.see(PushEvent.COMPLETE)
                 push.see(PushEvent.CONFIRM)
                 self._close(push, Missing("landed"))
-                push.quiet = True
+                push.hush()
                 if push.peer is not None:
                     self._transport.notify(push.peer, encode(Confirmed(push.transfer, push.epoch)))
 
@@ -156,7 +156,7 @@ class PushTarget:
         push.regions.clear()
         push.arrival.fail(error)
         if push.peer is None:
-            push.quiet = True
+            push.hush()
         elif tell:
             self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
 

@@ -1,7 +1,8 @@
 """A push on one side, and what both ends need of the engine they serve. Does not know which end it is."""
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layercast.config import Config
 from layercast.control.push_states import LIVE, PushEvent, PushState, after
@@ -24,6 +25,13 @@ class Push:
     peer: Peer | None = None
     quiet: bool = False
     """Whether the push no longer touches our blocks."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when it is quiet, for whoever waits."""
+
+    def hush(self) -> None:
+        """The push touches our blocks no more."""
+        self.quiet = True
+        self.over.set()
 
     def see(self, event: PushEvent, reason: str = "") -> bool:
         """Take in an event; whether it ended the push. Raises BadTransition."""

@@ -32,7 +32,7 @@ def models():
 
 @pytest.fixture(scope="session")
 def stock(models):
-    """`stock(family, prompt)`: 32 greedy tokens and their logits by plain transformers, the whole prompt in one forward."""
+    """`stock(family, prompt)`: 32 greedy tokens and logits of plain transformers, the prompt in one forward."""
 
     @cache
     def greedy(family, prompt, tokens=32):
@@ -77,10 +77,10 @@ def bare_engine(model, **changes):
 
 
 @contextmanager
-def pooled_engine(model, config=None, **changes):
+def pooled_engine(model, config=None, transport=None, **changes):
     """An engine with a pool, at rest afterwards."""
     config = {"host_bytes": 16 << 20, "kv_recompute_threshold": 0} | (config or {})
-    with open_engine(model, Config(**config), settings_of(**changes)) as engine:
+    with open_engine(model, Config(**config), settings_of(**changes), transport=transport) as engine:
         yield engine
         engine.drain(10)
         assert_at_rest(engine)

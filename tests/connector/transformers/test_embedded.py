@@ -1,6 +1,6 @@
 import pytest
-
 from conftest import pooled_engine, prompt_of
+
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
@@ -81,7 +81,7 @@ def test_requests_that_share_part_of_their_prefix_load_that_part(models, stock):
     shared = prompt_of(64)
     prompts = [shared + prompt_of(20, seed) for seed in (5, 6)] + [shared[:32] + prompt_of(40, 7)]
     with pooled_engine(models("llama")) as engine:
-        engine.generate([shared + [9]], Params(max_tokens=1))
+        engine.generate([[*shared, 9]], Params(max_tokens=1))
         engine.drain(10)
         results = engine.generate(prompts, Params(max_tokens=32))
     assert [result.loaded_tokens for result in results] == [64, 64, 32]

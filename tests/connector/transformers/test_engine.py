@@ -1,7 +1,7 @@
 import pytest
 import torch
-
 from conftest import bare_engine, prompt_of
+
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.errors import BadSetting, Refused, UnsupportedModel

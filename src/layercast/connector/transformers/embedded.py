@@ -3,6 +3,7 @@
 Does not know what the pool does with the memory it is shown.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -13,11 +14,13 @@ from transformers import PreTrainedModel
 from layercast.config import Config
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.pool import KVPool
-from layercast.control.node import open_pool
-from layercast.flow.worker import NO_PEERS, Peers
+from layercast.control.node import CLOSE_S, open_pool
+from layercast.control.push_node import PushNode
+from layercast.control.pushes import Engine as PushFacts
 from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import Layout
 from layercast.spec.identities import identities_of
+from layercast.transport.base import Transport
 
 SAMPLE = 64
 
@@ -29,21 +32,31 @@ def open_engine(
     settings: EngineSettings | None = None,
     *,
     link_gbps: float | None = None,
-    peers: Peers = NO_PEERS,
+    transport: Transport | None = None,
     timeline: Timeline = OFF,
 ) -> Iterator[Engine]:
-    """An engine over `model` with a pool as `config` says; link_gbps paces its copies (see `open_pool`)."""
-    with ExitStack() as stack:
+    """An engine over `model` with a pool as `config` says, both ended together.
 
-        def pool(layout: Layout) -> KVPool:
+    link_gbps: pace the pool's copies (see `open_pool`). transport: its own from now on, for pushes.
+    """
+    config = config or Config()
+    with ExitStack() as stack:
+        nodes: list[PushNode] = []
+
+        def open_for(layout: Layout) -> KVPool:
             identities = identities_of(layout, model=type(model).__name__, weights_version=weights_digest(model))
-            opened = open_pool(
-                layout, identities, config or Config(), link_gbps=link_gbps, peers=peers, timeline=timeline
-            )
-            return stack.enter_context(opened)
+            pool = stack.enter_context(open_pool(layout, identities, config, link_gbps=link_gbps, timeline=timeline))
+            if transport is not None:
+                facts = PushFacts(layout, identities, pool.worker.mover, config, time.monotonic, timeline=timeline)
+                nodes.append(PushNode(facts, transport))
+                pool.worker.peers = nodes[0].peers
+                stack.callback(nodes[0].close, CLOSE_S)
+            return pool
 
         # The engine outlives its pool, so nothing moves into memory that is gone.
-        yield Engine(model, settings, pool)
+        engine = Engine(model, settings, open_for)
+        engine.pushes.node = nodes[0] if nodes else None
+        yield engine
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -14,16 +14,18 @@ from transformers import PreTrainedModel
 
 from layercast.connector.transformers.allocator import BlockAllocator
 from layercast.connector.transformers.cache import LayerwiseCache
-from layercast.connector.transformers.geometry import read_geometry
+from layercast.connector.transformers.geometry import cache_argument, read_geometry
 from layercast.connector.transformers.memory import PagedMemory, first_block
 from layercast.connector.transformers.pool import KVPool, NoPool, PoolFactory
+from layercast.connector.transformers.pushes import PushDesk, wait_for_first_layer
 from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result
 from layercast.connector.transformers.sampling import generator_of, next_token
 from layercast.connector.transformers.schedule import Scheduler, Work
 from layercast.connector.transformers.space import BlockSpace
 from layercast.connector.transformers.view import forward_view
+from layercast.control.messages import PushTicket
 from layercast.control.pool import Settled
-from layercast.errors import BadSetting, DeadlineExceeded, Refused
+from layercast.errors import BadSetting, DeadlineExceeded, LayercastError, Refused
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome, StepOrders
 from layercast.flow.step import Step
 from layercast.spec.groups import GroupKind
@@ -79,15 +81,43 @@ class Engine:
         allocators = [BlockAllocator(first_block(s), n - first_block(s)) for s, n in zip(specs, counts, strict=True)]
         self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else _forget)
         self.pool: KVPool = pool(self.memory.layout) if pool else NoPool()
+        self.pushes = PushDesk(self.space)
         self._cache = LayerwiseCache(self.geometry, self.memory)
         self._schedule = Scheduler(self.space, self.pool, self._chunk, self.settings.max_batch)
         self._live: dict[str, Request] = {}
         self._steps = itertools.count()
         self._arrivals = itertools.count()
 
-    def submit(self, prompt: Sequence[int], params: Params | None = None) -> str:
-        """Queue a prompt (token ids); its request id. Raises Refused for one that can never be answered."""
-        params = params or Params()
+    def submit(self, prompt: Sequence[int], params: Params | None = None, push: PushTicket | None = None) -> str:
+        """Queue a prompt (token ids); its request id. Raises Refused for one that can never be answered.
+
+        push: prefill only, and send the KV to the decode engine whose ticket this is; raises as `PushSource.accept`.
+        """
+        request = self._request(prompt, params or Params())
+        if push is not None:
+            self.pushes.accept(request, push)
+            request.until = push.tokens
+        self._live[request.id] = request
+        self._schedule.add(request)
+        return request.id
+
+    def offer(self, prompt: Sequence[int], params: Params | None = None) -> PushTicket:
+        """Take a prompt whose KV another engine will push here; the ticket for it, which names the request.
+
+        Raises Refused, also for a prompt of one token (nothing to push), and Full where no blocks are free now.
+        """
+        if len(prompt) == 1:
+            raise Refused("a prompt of one token has no KV to push: submit it here")
+        request = self._request(prompt, params or Params())
+        self._schedule.expect(request)
+        self._live[request.id] = request
+        try:
+            return self.pushes.offer(request)
+        except LayercastError:
+            self._end(request, Finish.ABORTED)
+            raise
+
+    def _request(self, prompt: Sequence[int], params: Params) -> Request:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not prompt:
             raise Refused("the prompt is empty: give at least one token")
@@ -95,7 +125,7 @@ class Engine:
             raise Refused(f"the prompt holds a token id outside 0..{vocabulary - 1}")
         self.space.refuse_if_too_long(len(prompt) + params.max_tokens - 1, self._chunk)
         arrival = next(self._arrivals)
-        request = Request(
+        return Request(
             id=f"request-{arrival}",
             arrival=arrival,
             prompt_tokens=len(prompt),
@@ -105,18 +135,16 @@ class Engine:
             tables=self.space.tables(),
             load=params.load,
         )
-        self._live[request.id] = request
-        self._schedule.add(request)
-        return request.id
 
     def step(self) -> list[Output]:
         """Run one forward; the tokens and results it brought. Nothing to run: wait shortly for pending copies."""
+        lost = [Output(id, None, self.abort(id)) for id in self.pushes.settle() if id in self._live]
         work = self._schedule.next()
         if work is not None:
-            return self._run(work)
-        if self.space.pending:
-            self._settle(self.pool.reports(next(self._steps), REPORT_WAIT_S))
-        return []
+            return lost + self._run(work)
+        if not lost:
+            self._wait(REPORT_WAIT_S)
+        return lost
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None
@@ -134,21 +162,25 @@ class Engine:
         if request not in self._live:
             raise Refused(f"{request!r} is not under way: it has ended, or was never submitted")
         self.pool.abort(request)
+        self.pushes.abandon(self._live[request])
         return self._end(self._live[request], Finish.ABORTED)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every copy under way has been reported. Raises DeadlineExceeded."""
+        """Wait until every copy and push under way has ended. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
-        while self.space.pending:
+        while self.space.held or self.pushes.pending:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineExceeded(f"{self.space.pending} copies had not ended after {timeout_s:g} s")
-            self._settle(self.pool.reports(next(self._steps), min(left, REPORT_WAIT_S)))
+                raise DeadlineExceeded(
+                    f"{self.space.held} copies and {self.pushes.pending} pushes had not ended after {timeout_s:g} s"
+                )
+            self._wait(min(left, REPORT_WAIT_S))
+            self.pushes.settle()
 
     @property
     def idle(self) -> bool:
         """Whether no request is under way and no copy pending."""
-        return not self._live and not self.space.pending
+        return not self._live and not self.space.held and not self.pushes.pending
 
     def check(self) -> None:
         """Raises BadTransition unless every held block belongs to a request or to a copy under way."""
@@ -158,18 +190,31 @@ class Engine:
     def _chunk(self) -> int:
         return self.settings.chunk_blocks * self.settings.block_size
 
+    def _wait(self, timeout_s: float) -> None:
+        """Without a forward to run: wait for what lets one run, or for what is under way to end."""
+        arriving = self._schedule.arriving()
+        if self.space.pending:
+            self._settle(self.pool.reports(next(self._steps), timeout_s))
+        elif arriving is not None:
+            wait_for_first_layer(arriving, timeout_s)
+        elif self.pushes.pending:
+            self.pushes.wait(timeout_s)
+
     def _run(self, work: Work) -> list[Output]:
         saves, snapshots = self._saves(work)
         loads = (work.load,) if work.load else ()
         for order in (*loads, *saves):
             self.space.hold(order.id, order.pairs)
-        step = self.pool.begin(StepOrders(next(self._steps), loads, tuple(saves)))
+        pushes = [order for r in work.requests if (order := self.pushes.order(r, r.done + work.new))]
+        receives = (work.receive,) if work.receive else ()
+        step = self.pool.begin(StepOrders(next(self._steps), loads, tuple(saves), tuple(pushes), receives))
         try:
             logits = self._forward(work, step, snapshots)
         except BaseException:
             # Half-written blocks must not be saved, and nobody is left to run these requests.
             for request in work.requests:
                 self.pool.abort(request.id)
+                self.pushes.abandon(request)
             self._settle(self.pool.settle(step.end()))
             for request in work.requests:
                 self._end(request, Finish.ABORTED)
@@ -177,7 +222,9 @@ class Engine:
         self._drop_snapshots(work)
         settled = self.pool.settle(step.end())
         self._settle(settled)
+        self.pushes.landed(work.requests[0])
         if work.requests[0].id in settled.failed:  # only a lone request can have a load
+            self.pushes.abandon(work.requests[0])
             self._schedule.broken(work.requests[0])
             return []
         self._schedule.ran(work)
@@ -199,9 +246,9 @@ class Engine:
                 input_ids=torch.tensor(tokens, device=device),
                 attention_mask=view.attention_mask(),
                 position_ids=view.position_ids(),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{cache_argument(self.model): self._cache},
             )
             self._cache.leave()
         for state, snapshot in snapshots:
@@ -252,6 +299,8 @@ class Engine:
 
     def _sampled(self, request: Request, logits: torch.Tensor) -> Output:
         """Choose the request's next token; its last one ends it."""
+        if request.until is not None:
+            return Output(request.id, None, self._end(request, Finish.PUSHED))
         params = request.params
         token = next_token(logits, params, request.generator)
         request.tokens.append(token)

@@ -6,6 +6,7 @@ tensors of a two-token forward, never worked out from the config. Does not know 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
@@ -120,18 +121,19 @@ def read_geometry(model: PreTrainedModel) -> Geometry:
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model(
-            input_ids=tokens,
-            position_ids=torch.arange(2, device=model.device)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        positions = torch.arange(2, device=model.device)[None]
+        model(input_ids=tokens, position_ids=positions, use_cache=True, **{cache_argument(model): cache})
     latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
     ids = iter(range(2 * len(cache.layers)))
     geometry = Geometry(tuple(_layer(name, index, layer, latent, ids) for index, layer in enumerate(cache.layers)))
     if not geometry.attention:
         raise UnsupportedModel(f"{name}: it has no attention layer, and the engine counts tokens by those")
     return geometry
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the model's forward takes its cache; transformers 5.20 and later have renamed it."""
+    return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
 
 
 def _refuse(name: str, model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 from layercast.connector.transformers.space import BlockTables
 from layercast.errors import Refused
 from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.move.base import Flight
 from layercast.spec.keys import ExtrasOf
 
 
@@ -45,6 +46,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     STOP = "stop"
     ABORTED = "aborted"
+    PUSHED = "pushed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,12 @@ class Request:
     tables: BlockTables
     load: bool
     done: int = 0
+    until: int | None = None
+    """Where a request that is only prefilled ends."""
+    transfer: str | None = None
+    """The push that lands in its blocks."""
+    arriving: Flight | None = None
+    """Ends when the push's first layer has arrived, or never will."""
     loaded: int = 0
     counted: int = 0
     computed: int = 0
@@ -102,8 +110,13 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens to run before the next one can be sampled."""
-        return len(self.tokens) - self.done
+        """Tokens to run before the next one can be sampled, or before all is prefilled."""
+        return self.end - self.done
+
+    @property
+    def end(self) -> int:
+        """Tokens that are to be run."""
+        return len(self.tokens) if self.until is None else self.until
 
     def ran(self, end: int) -> None:
         """A forward over tokens [done, end) counts: prompt tokens seen for the first time, or anything once more."""

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from layercast.connector.transformers.pool import KVPool
 from layercast.connector.transformers.requests import Request
 from layercast.connector.transformers.space import BlockSpace
-from layercast.flow.orders import LoadOrder
+from layercast.errors import Full
+from layercast.flow.orders import LoadOrder, ReceiveOrder
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One forward: `new` tokens of each request. load: what must land in the blocks of the (only) request first."""
+    """One forward: `new` tokens of each request. load, receive: what lands in the (only) request's blocks meanwhile."""
 
     requests: tuple[Request, ...]
     new: int
     load: LoadOrder | None = None
+    receive: ReceiveOrder | None = None
 
 
 class Scheduler:
@@ -31,6 +33,7 @@ class Scheduler:
         self._chunk = chunk
         self._max_batch = max_batch
         self._waiting: list[Request] = []
+        self._receiving: list[Request] = []
         self._prefilling: Request | None = None
         self._running: list[Request] = []
         self._prefill_next = True
@@ -39,11 +42,23 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
         prefilling = [self._prefilling] if self._prefilling else []
-        return [*self._running, *prefilling, *self._waiting]
+        return [*self._running, *prefilling, *self._receiving, *self._waiting]
 
     def add(self, request: Request) -> None:
         """Queue a request in order of arrival."""
         insort(self._waiting, request, key=lambda waiting: waiting.arrival)
+
+    def expect(self, request: Request) -> None:
+        """Allocate blocks for a request whose tokens but the last one will be pushed here. Raises Full."""
+        tokens = len(request.tokens)
+        if not self._space.grow(request.tables, tokens - 1, tokens):
+            raise Full(f"{request.id}: no room for {tokens} tokens now; finish or abort other requests first")
+        request.promised(tokens - 1)
+        self._receiving.append(request)
+
+    def arriving(self) -> Request | None:
+        """The oldest request whose push has not begun to arrive."""
+        return self._receiving[0] if self._receiving else None
 
     def next(self) -> Work | None:
         """The next forward, its blocks allocated; None when nothing can run until pending copies have ended."""
@@ -73,6 +88,8 @@ class Scheduler:
             self._prefilling = None
         elif request in self._running:
             self._running.remove(request)
+        elif request in self._receiving:
+            self._receiving.remove(request)
         else:
             self._waiting.remove(request)
         self._space.free(request.tables)
@@ -80,11 +97,20 @@ class Scheduler:
     def _prefill(self) -> Work | None:
         request = self._prefilling
         if request is None:
-            return self._admit()
-        end = self._chunk_end(request.done, len(request.tokens))
+            return self._received() or self._admit()
+        end = self._chunk_end(request.done, request.end)
         if not self._space.grow(request.tables, request.done, end):
             return None
         return Work((request,), end - request.done)
+
+    def _received(self) -> Work | None:
+        """Start the first request whose push has begun to arrive: its last token runs while the rest lands."""
+        request = next((one for one in self._receiving if one.arriving is None or one.arriving.done), None)
+        if request is None or request.transfer is None or len(self._running) >= self._max_batch:
+            return None
+        self._receiving.remove(request)
+        self._prefilling = request
+        return Work((request,), 1, receive=ReceiveOrder(request.transfer, request.id, request.done))
 
     def _admit(self) -> Work | None:
         """Start the first request in the queue, with what the pool has of its tokens."""
@@ -93,7 +119,7 @@ class Scheduler:
         request = self._waiting[0]
         load = self._load(request) if request.load else None
         done = load.tokens if load else 0
-        end = self._chunk_end(done, len(request.tokens))
+        end = self._chunk_end(done, request.end)
         if load is None and not self._space.grow(request.tables, 0, end):
             return None
         self._waiting.pop(0)
@@ -103,8 +129,8 @@ class Scheduler:
 
     def _load(self, request: Request) -> LoadOrder | None:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
-        match = self._pool.match(request.tokens, request.params.extras)
-        end = self._chunk_end(match.tokens, len(request.tokens))
+        match = self._pool.match(request.tokens[: request.end], request.params.extras)
+        end = self._chunk_end(match.tokens, request.end)
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None
         recurrent = self._space.recurrent is not None

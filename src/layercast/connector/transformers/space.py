@@ -28,6 +28,7 @@ class BlockTables:
 
 @dataclass(slots=True)
 class _Hold:
+    lasting: bool
     blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
 
@@ -48,7 +49,12 @@ class BlockSpace:
 
     @property
     def pending(self) -> int:
-        """Orders whose copies have not been reported."""
+        """Copies that will be reported soon, whatever a peer does."""
+        return sum(not hold.lasting for hold in self._holds.values())
+
+    @property
+    def held(self) -> int:
+        """Copies of any kind that have not ended."""
         return len(self._holds)
 
     def tables(self) -> BlockTables:
@@ -134,11 +140,11 @@ class BlockSpace:
         at = tokens // self.specs[self.recurrent].block_size - 1
         self._drop(self.recurrent, table, range(at, min(at + 1, len(table))))
 
-    def hold(self, order: str, pairs: Iterable[BlockPairs]) -> None:
-        """Hold the engine blocks that an order names until `ended`."""
+    def hold(self, order: str, pairs: Iterable[BlockPairs], *, lasting: bool = False) -> None:
+        """Hold the engine blocks that an order names until `ended`. lasting: a peer decides how long that takes."""
         if order in self._holds:
             raise BadTransition(f"order {order!r} is under way already; an order's id is used once")
-        hold = self._holds[order] = _Hold()
+        hold = self._holds[order] = _Hold(lasting)
         for pair in pairs:
             self.allocators[pair.group].hold(pair.blocks)
             hold.blocks.append((pair.group, pair.blocks))
