@@ -266,8 +266,10 @@ class TransportLaws:
         theirs.told.go.clear()
         tickets = [ours.transport.notify(peer, b"held up")]
         tickets += [ours.transport.post(peer, writes_of((ours.base, theirs.base, 4096))) for _ in range(20)]
-        threading.Timer(0.1, theirs.told.go.set).start()
+        release = threading.Timer(0.1, theirs.told.go.set)
+        release.start()
         theirs.transport.close(SOON_S)
+        release.join(SOON_S)
         for ticket in tickets[1:]:
             try:
                 ticket.wait(SOON_S)

@@ -71,9 +71,9 @@ class Connection:
         ]
 
     @property
-    def alive(self) -> bool:
-        """Whether its threads still run."""
-        return any(thread.is_alive() for thread in self._threads)
+    def ended(self) -> bool:
+        """Whether both threads have run and ended."""
+        return all(thread.ident is not None and not thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
         """Begin to send and receive."""

@@ -156,9 +156,9 @@ class SocketTransport(Transport):
             peer = Peer(next(self._numbers), incarnation)
             ledger = Ledger(self._max_open_bytes, MAX_OPEN_FRAMES)
             connection = Connection(sock, peer, self._regions, self._handler, ledger, self._link)
-            alive = {known: other for known, other in self._connections.items() if other.alive}
+            going = {known: other for known, other in self._connections.items() if not other.ended}
+            self._connections = {**going, peer: connection}  # first: the handler may answer as soon as it is started
             connection.start()
-            self._connections = {**alive, peer: connection}
         return peer
 
 
