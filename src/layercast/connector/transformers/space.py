@@ -119,6 +119,7 @@ class BlockSpace:
     def take_snapshot(self, tables: BlockTables, tokens: int) -> int | None:
         """A block for a snapshot of the state after `tokens`, put into the table; None where there is no room."""
         assert self.recurrent is not None
+        self.drop_snapshot(tables, tokens)
         if not self.allocators[self.recurrent].free:
             return None
         (block,) = self.allocators[self.recurrent].take(1)
