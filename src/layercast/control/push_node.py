@@ -41,8 +41,7 @@ class PushNode:
             if not isinstance(said, LayerDone):
                 self.source.handle(peer, said)
         except (Malformed, BadTransition):
-            self._transport.disconnect(peer)
-            self.on_lost(peer, ConnectionError("the peer broke the protocol"))
+            self._transport.disconnect(peer)  # `on_lost` follows once nothing of it can land any more
 
     def on_lost(self, peer: Peer, error: Exception) -> None:
         """A peer is gone."""
