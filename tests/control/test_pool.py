@@ -176,11 +176,13 @@ def test_a_save_without_room_is_dropped_and_serving_goes_on():
     small = 3 * BLOCK * 24 * LAYERS + 4096
     with driver(host_bytes=small) as drive:
         slots = drive.pool.worker.ways.slab.slots[0]
-        assert slots < 8 + 20
+        assert slots < BLOCKS - 1
         long = list(range(1000, 1000 + (slots + 1) * BLOCK))
-        tokens, outcomes, table, failed = drive.run("long", long[: BLOCKS * BLOCK])
+        tokens, _, _, failed = drive.run("long", long)
         assert not failed
         assert tokens == 0
+        assert drive.pool.directory.stats.saves_dropped == 1
+        assert drive.pool.match(long).tokens == 0
 
 
 def test_a_step_whose_hooks_do_not_fire_fails_its_load_and_names_the_layers():

@@ -13,6 +13,7 @@ from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, Ste
 from layercast.flow.worker import Worker
 from layercast.move.base import Mover
 from layercast.move.cpu import CpuMover
+from layercast.move.flights import HostFlight
 from layercast.move.gates import CpuGate
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.store.slab import Slab
@@ -25,19 +26,16 @@ class ValveMover(Mover):
     """A real mover whose copies wait until the test lets them go, and that notes what was submitted."""
 
     def __init__(self):
-        self.inner, self.valve, self.log = CpuMover(), threading.Event(), []
+        self.inner, self.valve, self.log, self.threads = CpuMover(), threading.Event(), [], []
         self.valve.set()
         self.broken = set()
 
     def submit(self, pieces, *, after=(), keep=()):
         number = len(self.log)
         self.log.append(pieces)
-        held = self.inner.submit(pieces, after=(self._held(number), *after), keep=keep)
-        return held
+        return self.inner.submit(pieces, after=(self._held(number), *after), keep=keep)
 
     def _held(self, number):
-        from layercast.move.flights import HostFlight
-
         flight = HostFlight()
 
         def go():
@@ -46,7 +44,7 @@ class ValveMover(Mover):
 
         thread = threading.Thread(target=go)
         thread.start()
-        self.threads = [*getattr(self, "threads", []), thread]
+        self.threads.append(thread)
         return flight
 
     def digest(self, ranges, *, after=()):
@@ -62,7 +60,7 @@ class ValveMover(Mover):
     def close(self, timeout_s):
         self.valve.set()
         self.inner.close(timeout_s)
-        for thread in getattr(self, "threads", []):
+        for thread in self.threads:
             thread.join(timeout_s)
 
 
