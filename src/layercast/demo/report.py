@@ -20,12 +20,13 @@ NOTES = {
     "cold": "Nothing to load: all tokens are computed, and each layer is saved while the next one computes.",
     "bulk": "The first layer waits until the KV of all layers has arrived.",
     "layerwise": "Each layer waits for its own KV only; the rest arrives while it computes.",
-    "push": "Another process computes the prefix; its KV lands here layer by layer.",
+    "push": "Another process computes; its KV arrives here layer by layer, as it is written.",
 }
 COLUMNS = ("", "TTFT ms", "of cold", "computed", "loaded", "KV MB", "waited", "hidden", "verified")
 CAPTION = (
     "TTFT: time to the first token. computed, loaded: tokens of the prompt.\n"
     "waited: ms that the forward waited for KV. hidden: part of the transfer behind compute.\n"
+    "push: another process computes all but one token; waited: what landed after its last layer.\n"
 )
 TITLE = "Where the time to the first token goes"
 
@@ -34,7 +35,8 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One way of answering, as it stands in demo.json.
 
     prompt_tokens = computed_tokens + loaded_tokens. bytes, layers: KV that moved to this answer's engine.
-    exposed_ms: what the forward waited for it; overlap: the hidden part of the transfer, None without one.
+    exposed_ms: what the forward waited for it (of a push: what landed after the sender's last layer).
+    overlap: the hidden part of the transfer, None without one.
     verified: every landed layer's digest equals the one taken at saving. pids: processes that took part.
     """
 
