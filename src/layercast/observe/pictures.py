@@ -115,6 +115,7 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
         for span in (span for span in panel.spans if span.kind is kind):
             top, height = LANES.get(kind, COPY_LANE)
             left, width = _ms(panel, span)
+            width = max(width, scale_ms / 400)  # a copy over a fast link must still be seen
             ax.broken_barh([(left, width)], (row_of[span.layer] + top, height), facecolors=COLOURS[kind], linewidth=0)
     if panel.first_token_s:
         at = panel.first_token_s * 1e3
@@ -202,7 +203,7 @@ def _figure(panel: Panel, scale_ms: float) -> str:
         tip = f"layer {span.layer}: {WORDS[span.kind]}, {left:.1f} to {left + width:.1f} ms ({width:.2f} ms{moved})"
         parts.append(
             f'<rect class="{span.kind}" x="{_LEFT + left * per_ms:.2f}" y="{(row_of[span.layer] + top) * _ROW:.2f}" '
-            f'width="{max(width * per_ms, 0.4):.2f}" height="{tall * _ROW:.2f}" data-tip="{html.escape(tip)}"/>'
+            f'width="{max(width * per_ms, 1.5):.2f}" height="{tall * _ROW:.2f}" data-tip="{html.escape(tip)}"/>'
         )
     if panel.first_token_s:
         at = _LEFT + panel.first_token_s * 1e3 * per_ms
