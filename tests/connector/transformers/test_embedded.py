@@ -1,5 +1,6 @@
 import pytest
-from conftest import pooled_engine, prompt_of
+import torch
+from small_engines import pooled_engine, prompt_of
 
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
@@ -86,6 +87,60 @@ def test_requests_that_share_part_of_their_prefix_load_that_part(models, stock):
         results = engine.generate(prompts, Params(max_tokens=32))
     assert [result.loaded_tokens for result in results] == [64, 64, 32]
     assert [result.tokens for result in results] == [stock("llama", tuple(prompt))[0] for prompt in prompts]
+
+
+class CountedStep:
+    """A step that notes its calls, in order."""
+
+    def __init__(self, step, calls):
+        self._step, self._calls = step, calls
+
+    def wait(self, layer):
+        self._calls.append(("wait", layer))
+        self._step.wait(layer)
+
+    def written(self, layer):
+        self._calls.append(("written", layer))
+        self._step.written(layer)
+
+    def end(self):
+        return self._step.end()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_forward_waits_for_every_layer_once_and_hands_every_layer_off_once(models, monkeypatch, family):
+    """Cold, warm, in a batch: the calls are a constant of the model, and a layer is gated before it is written."""
+    prompt, forwards = prompt_of(150), []
+    with pooled_engine(models(family)) as engine:
+        begin = engine.pool.begin
+
+        def counted(orders):
+            forwards.append([])
+            return CountedStep(begin(orders), forwards[-1])
+
+        monkeypatch.setattr(engine.pool, "begin", counted)
+        for _ in range(2):
+            results = engine.generate([prompt, prompt[:40]], Params(max_tokens=4))
+            engine.drain(10)
+        layers = list(engine.memory.layout.layers)
+    assert results[0].loaded_tokens > 0
+    for calls in forwards:
+        assert [layer for call, layer in calls if call == "wait"] == layers
+        assert sorted(layer for call, layer in calls if call == "written") == layers
+        assert all(calls.index(("wait", layer)) < calls.index(("written", layer)) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "granite4", "qwen3_next"])
+def test_half_precision_loads_what_it_saved(models, family, dtype):
+    """Chunks other than the cold ones round otherwise, so logits agree to a few units in the last place only."""
+    prompt = prompt_of(150)
+    with pooled_engine(models(family, dtype)) as engine:
+        (cold,) = engine.generate([prompt], Params(max_tokens=1, logits=True))
+        engine.drain(10)
+        (warm,) = engine.generate([prompt], Params(max_tokens=1, logits=True))
+    assert warm.loaded_tokens >= 128
+    assert (warm.logits - cold.logits).abs().max() < 0.06 * cold.logits.abs().max()
 
 
 def flip(engine, prompt, layer, kind):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import bare_engine, prompt_of
+from small_engines import bare_engine, prompt_of
 
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params

@@ -2,7 +2,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from conftest import pooled_engine, prompt_of
+from small_engines import pooled_engine, prompt_of
 
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.errors import Full, LayoutMismatch, Refused
