@@ -35,10 +35,12 @@ def bare_engine(model, **changes):
 
 
 @contextmanager
-def pooled_engine(model, config=None, transport=None, **changes):
+def pooled_engine(model, config=None, transport=None, link_gbps=None, **changes):
     """An engine with a pool, at rest afterwards."""
     config = {"host_bytes": 16 << 20, "kv_recompute_threshold": 0} | (config or {})
-    with open_engine(model, Config(**config), settings_of(**changes), transport=transport) as engine:
+    with open_engine(
+        model, Config(**config), settings_of(**changes), transport=transport, link_gbps=link_gbps
+    ) as engine:
         yield engine
         engine.drain(10)
         assert_at_rest(engine)

@@ -4,6 +4,7 @@ from small_engines import pooled_engine, prompt_of
 
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
+from layercast.errors import DeadlineExceeded
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
 from layercast.spec.groups import GroupKind
 from layercast.spec.planes import PlaneKind
@@ -263,6 +264,34 @@ def test_a_slab_too_small_for_a_prompt_saves_what_it_can_and_never_harms_the_ans
         for _ in range(2):
             (result,) = engine.generate([prompt], Params(max_tokens=32))
             assert result.tokens == stock("llama", tuple(prompt))[0]
+
+
+def test_copies_slower_than_one_wait_are_drained_within_the_deadline_given(models, monkeypatch):
+    monkeypatch.setattr("layercast.connector.transformers.engine.REPORT_WAIT_S", 0.02)
+    with pooled_engine(models("llama"), link_gbps=0.004) as engine:
+        engine.generate([prompt_of(150)], Params(max_tokens=1))
+        with pytest.raises(DeadlineExceeded, match="copies"):
+            engine.drain(0.01)
+        engine.drain(10)
+        assert engine.pool.match(prompt_of(150)).tokens == 144
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+def test_a_load_that_is_late_is_recomputed_and_its_blocks_stay_held_until_it_has_landed(models, stock, family):
+    prompt = prompt_of(150)
+    with pooled_engine(models(family), {"layer_wait_ms": 1}, link_gbps=0.01) as engine:
+        engine.generate([prompt], Params(max_tokens=1))
+        engine.drain(10)
+        request = engine.submit(prompt, Params(max_tokens=32))
+        engine.step()
+        assert engine.space.held > 0
+        engine.check()
+        results = []
+        while not results:
+            results = [output.result for output in engine.step() if output.result]
+    assert results[0].request == request
+    assert results[0].tokens == stock(family, tuple(prompt))[0]
+    assert (results[0].computed_tokens, results[0].loaded_tokens) == (150, 0)
 
 
 def test_other_weights_have_other_names(models):

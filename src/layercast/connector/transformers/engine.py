@@ -194,7 +194,11 @@ class Engine:
         """Without a forward to run: wait for what lets one run, or for what is under way to end."""
         arriving = self._schedule.arriving()
         if self.space.pending:
-            self._settle(self.pool.reports(next(self._steps), timeout_s))
+            try:
+                settled = self.pool.reports(next(self._steps), timeout_s)
+            except DeadlineExceeded:  # some are still under way; take what there is
+                settled = self.pool.reports(next(self._steps))
+            self._settle(settled)
         elif arriving is not None:
             wait_for_first_layer(arriving, timeout_s)
         elif self.pushes.pending:

@@ -50,7 +50,10 @@ class KVPool(Protocol):
         ...
 
     def reports(self, step: int, timeout_s: float = 0.0) -> Settled:
-        """Settle what has ended since the last step, waiting up to `timeout_s`. For an engine without work."""
+        """Settle what has ended since the last step, first waiting up to `timeout_s` until nothing is under way.
+
+        Raises DeadlineExceeded, and then has settled nothing.
+        """
         ...
 
     def abort(self, request: str) -> None:
