@@ -21,19 +21,20 @@ class Gatekeeper:
         self._gate = gate
         self._lock = threading.Lock()
         self._live: set[LoadRun] = set()
+        self._due: set[Batch] = set()
+        """What the gates are closed for."""
         self._flights: dict[Batch, Flight] = {}
 
     def arm(self, runs: Iterable[LoadRun]) -> None:
         """Close the gates of every layer that these loads move."""
         with self._lock:
-            self._flights.clear()
             self._live = set(runs)
             self._rearm()
 
     def opened(self, batch: Batch, flight: Flight) -> None:
         """A batch is under way: its layers' gates will count its end."""
         with self._lock:
-            if batch.run in self._live:
+            if batch in self._due:
                 self._flights[batch] = flight
                 self._pass(batch, flight)
 
@@ -55,8 +56,7 @@ class Gatekeeper:
         """The step is over: nothing waits any more."""
         with self._lock:
             self._live.clear()
-            self._flights.clear()
-            self._gate.reset()
+            self._rearm()
 
     def _give_up(self, layer: int) -> list[LoadRun]:
         with self._lock:
@@ -67,12 +67,12 @@ class Gatekeeper:
 
     def _rearm(self) -> None:
         """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
-        left = [batch for run in self._live for batch in run.left()]
+        self._due = {batch for run in self._live for batch in run.left()}
+        self._flights = {batch: flight for batch, flight in self._flights.items() if batch in self._due}
         self._gate.reset()
-        self._gate.arm(Counter(layer for batch in left for layer in batch.layers))
-        for batch in left:
-            if batch in self._flights:
-                self._pass(batch, self._flights[batch])
+        self._gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
+        for batch, flight in self._flights.items():
+            self._pass(batch, flight)
 
     def _pass(self, batch: Batch, flight: Flight) -> None:
         for layer in batch.layers:

@@ -5,19 +5,25 @@ forward's thread issues at most `depth` batches, and no thread exists for issuin
 Does not know what a batch is for, gates or keys.
 """
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layercast.errors import DeadlineExceeded, LayercastError
+from layercast.errors import DeadlineExceeded
 from layercast.move.base import DigestFlight, Flight, Mover
-from layercast.move.flights import HostFlight
+from layercast.move.flights import HostFlight, landed
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.order import DeadlineQueue
 from layercast.plan.pieces import DigestRanges, Pieces
+
+_log = logging.getLogger("layercast")
+
+LAST = 1 << 20
+"""Added to the layer of what no forward waits for: it goes after everything that one does."""
 
 
 class Run(Protocol):
@@ -68,11 +74,11 @@ class Issuer:
         self._pumping = False
         self.peak_in_flight = 0
 
-    def add_loads(self, batches: Iterable[Batch]) -> None:
-        """Queue batches that a layer waits for."""
+    def add_loads(self, batches: Iterable[Batch], background: bool = False) -> None:
+        """Queue batches that a layer waits for, or that a request waits for in the background."""
         with self._lock:
             for batch in batches:
-                self._loads.push(batch, layer=batch.layers[0], owner=batch.owner)
+                self._loads.push(batch, layer=batch.layers[0] + LAST * background, owner=batch.owner)
         self._pump()
 
     def add_saves(self, batches: Iterable[Batch]) -> None:
@@ -92,8 +98,12 @@ class Issuer:
 
     def wait_idle(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
+        self.wait_until(lambda: not (self._in_flight or self._loads or self._saves), timeout_s)
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Block until something that ended batches bring about holds. Raises DeadlineExceeded."""
         with self._lock:
-            if not self._lock.wait_for(lambda: not (self._in_flight or self._loads or self._saves), timeout_s):
+            if not self._lock.wait_for(holds, timeout_s):
                 raise DeadlineExceeded(f"{self._in_flight} batches have not ended within {timeout_s:g} s")
 
     def _pump(self) -> None:
@@ -118,22 +128,24 @@ class Issuer:
 
     def _submit(self, batch: Batch) -> None:
         digests: list[DigestFlight] = []
+        last: Flight = landed()
         try:
-            last: Flight = self._mover.submit(batch.pieces, after=batch.after, keep=self._keep)
+            last = self._mover.submit(batch.pieces, after=batch.after, keep=self._keep)
             for ranges in batch.digests:
                 last = digest = self._mover.digest(ranges, after=(last,))
                 digests.append(digest)
-        except LayercastError as error:
-            failed = HostFlight()
-            failed.fail(error)
-            last = failed
+        except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
+            last = _failed_behind(last, error)
         # The run hears of the end before any gate does: what a gate lets through has been checked.
         submitted_s = time.monotonic()
         last.then(lambda flight: self._ended(batch, flight, digests, submitted_s))
         batch.run.submitted(batch, last)
 
     def _ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight], submitted_s: float) -> None:
-        batch.run.ended(batch, flight, digests)
+        try:
+            batch.run.ended(batch, flight, digests)
+        except Exception:  # noqa: BLE001  a mistake in one run must not take a place in flight with it
+            _log.exception("a run raised when it was told that a batch has ended")
         if self._timeline.on:
             # The mover keeps order, so a batch began when it was submitted or when the one before it had ended.
             start_s, self._line_free_s = max(submitted_s, self._line_free_s), time.monotonic()
@@ -144,3 +156,10 @@ class Issuer:
             self._in_flight -= 1
             self._lock.notify_all()
         self._pump()
+
+
+def _failed_behind(last: Flight, error: Exception) -> Flight:
+    """A flight that fails, but only once what was submitted before the error moves no more."""
+    failed = HostFlight()
+    last.then(lambda _: failed.fail(error))
+    return failed

@@ -6,7 +6,7 @@ mover's thread while the forward's thread asks. Do not know queues, movers or ga
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -75,7 +75,7 @@ class LoadRun:
     layers: frozenset[int] = frozenset()
     end: LoadEnd | None = None
     reason: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
     _left: set[Batch] = field(default_factory=set)
     _moved: int = 0
     _bad: list[tuple[int, int]] = field(default_factory=list)
@@ -92,8 +92,16 @@ class LoadRun:
 
     def left(self) -> set[Batch]:
         """Batches that have not ended."""
-        with self._lock:
+        with self._changed:
             return set(self._left)
+
+    def decided(self, layers: Collection[int], timeout_s: float) -> bool:
+        """Whether it has failed, or has landed and been checked in these layers; waits up to `timeout_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.end is not None or not any(set(layers) & {*batch.layers} for batch in self._left),
+                timeout_s,
+            )
 
     def submitted(self, batch: Batch, last: Flight) -> None:
         """A batch is with the mover."""
@@ -103,28 +111,31 @@ class LoadRun:
     def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
         """A batch landed or failed: check its digests, count it."""
         bad = [] if flight.error else _differing(self.expected.get(batch, ()), digests)
-        with self._lock:
+        # The verdict comes before the count: whoever sees that nothing is left sees a failure too.
+        if flight.error is not None:
+            self.fail(LoadEnd.LOST, str(flight.error))
+        elif bad:
+            self.fail(LoadEnd.CORRUPT, f"{len(bad)} blocks differ from what was saved, in layers {batch.layers}")
+        with self._changed:
             self._left.discard(batch)
             self.clocking.last_s = time.perf_counter()
             if flight.error is None:
                 self._moved += batch.pieces.nbytes
             self._bad += bad
-        if flight.error is not None:
-            self.fail(LoadEnd.LOST, str(flight.error))
-        elif bad:
-            self.fail(LoadEnd.CORRUPT, f"{len(bad)} blocks differ from what was saved, in layers {batch.layers}")
+            self._changed.notify_all()
 
     def fail(self, end: LoadEnd, reason: str) -> None:
         """Decide the load's end, once; a later reason changes nothing."""
-        with self._lock:
+        with self._changed:
             if self.end is not None:
                 return
             self.end, self.reason = end, reason
+            self._changed.notify_all()
         self.overseer.stopped(self)
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Batches that will never be submitted."""
-        with self._lock:
+        with self._changed:
             self._left.difference_update(batches)
 
     def outcome(self, verified: bool) -> LoadOutcome:

@@ -211,7 +211,8 @@ class LayerStep:
     def end(self) -> StepReport:
         """Sweep the layers that no hook announced, open every gate, and report what ended.
 
-        A load whose layers were not all waited for may have been read before it landed, so it has failed.
+        A load whose layers were not all waited for may have been read before it landed, so it has failed. A gate opens
+        when bytes are in place; whether they are right is known a little later, and here that is waited for.
         """
         self._computed()
         for layer in sorted({layer for save in self._saves for layer in save.missing()}):
@@ -222,6 +223,8 @@ class LayerStep:
             unread = sorted(run.layers - self._waited)
             if unread:
                 run.fail(LoadEnd.LATE, f"the forward never waited for layers {unread}: their hooks did not fire")
+            elif not run.decided(run.layers, self._timeout_s):
+                run.fail(LoadEnd.LATE, f"its last bytes had not been checked after {self._timeout_s:g} s")
         self._worker.gates.release()
         failed = sorted({run.order.request for run in self._loads if run.end is not None})
         return self._worker.report(self._orders.step, failed)
