@@ -1,0 +1,88 @@
+"""The examples as a reader runs them: each in a process of its own that may talk to loopback only."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GUARD = Path(__file__).parents[1] / "loopback_only"
+
+
+def run(path, told):
+    """Run one; (what it printed, what it tried to reach beyond loopback)."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(GUARD), *sys.path]),
+        "BEYOND_LOOPBACK": str(told),
+    }
+    ran = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, told.read_text()
+
+
+def answers(text):
+    return re.findall(r"answer (.*)", text)
+
+
+def test_a_saved_prompt_is_loaded_and_answers_the_same(tmp_path):
+    text, beyond = run(ROOT / "examples" / "save_and_hit.py", tmp_path / "beyond")
+    cold, warm, other = answers(text)
+    assert cold == warm != other
+    assert re.findall(r"(\d+) tokens loaded, (\d+) computed", text) == [("0", "203"), ("192", "11"), ("192", "10")]
+    assert text.count("6 layers, verified") == 2
+    assert beyond == ""
+
+
+def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(tmp_path):
+    text, beyond = run(ROOT / "examples" / "push_two_engines.py", tmp_path / "beyond")
+    assert "prefill: 199 computed, pushed" in text
+    assert "decode: 199 received, 1 computed" in text
+    assert "6 layers, verified" in text
+    assert "the same answer without a push: True" in text
+    assert beyond == ""
+
+
+def test_an_engine_that_is_no_transformer_uses_the_pool(tmp_path):
+    text, beyond = run(ROOT / "examples" / "your_own_engine.py", tmp_path / "beyond")
+    assert re.findall(r": (\d+) of 100", text) == ["0", "96", "96"]
+    assert len(answers(text)) == 3
+    assert len(set(answers(text))) == 1
+    assert "nan" not in text
+    assert beyond == ""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_tested(path):
+    assert len(path.read_text().splitlines()) <= 60
+    assert path.name in Path(__file__).read_text()
+
+
+def test_the_readme_shows_the_library_in_15_lines_that_name_what_exists():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 15
+    imports = [node for node in ast.parse(block).body if isinstance(node, ast.ImportFrom)]
+    names = [(node.module, name.name) for node in imports for name in node.names]
+    assert len(names) >= 4
+    exec("\n".join(f"from {module} import {name}" for module, name in names), {})
+
+
+def test_the_guard_sees_who_leaves_loopback(tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import socket\n"
+        "for call in (lambda: socket.create_connection(('192.0.2.1', 80), 0.1),"
+        " lambda: socket.getaddrinfo('example.invalid', 80)):\n"
+        "    try:\n        call()\n    except OSError as error:\n        print(error)\n"
+    )
+    text, beyond = run(script, tmp_path / "beyond")
+    assert text.count("beyond loopback") == 2
+    assert "192.0.2.1" in beyond
+    assert "example.invalid" in beyond
