@@ -127,6 +127,11 @@ class Directory:
         stored = self._shelves[group].stored
         return [key in stored for key in keys]
 
+    def coming(self, group: int, keys: Keys) -> list[bool]:
+        """Whether each key can be leased now, or once the saves under way have landed."""
+        shelf = self._shelves[group]
+        return [key in shelf.stored or key in shelf.saving for key in keys]
+
     def absences(self, group: int, keys: Keys) -> list[Absence | None]:
         """Why each key can't be leased now; None where it can."""
         shelf = self._shelves[group]
@@ -140,6 +145,11 @@ class Directory:
     def ranks(self) -> int:
         """How many must report before a save is visible."""
         return self._ranks
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no save is under way."""
+        return not self._savings
 
     @property
     def idle(self) -> bool:

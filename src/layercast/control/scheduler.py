@@ -10,11 +10,12 @@ from itertools import count
 import msgspec
 
 from layercast.config import Config
-from layercast.control.directory import Directory, Lease, Reservation
+from layercast.control.directory import Directory, Lease, LeaseState, Reservation
 from layercast.control.shelf import Absence
 from layercast.errors import BadBlocks, Full, Missing, NotCacheable
 from layercast.flow.orders import (
     BlockPairs,
+    LoadEnd,
     LoadOrder,
     LoadOutcome,
     SaveOrder,
@@ -25,7 +26,7 @@ from layercast.observe.receipts import MissReason
 from layercast.plan.policy import Mode, decide
 from layercast.plan.prefix import usable_prefix
 from layercast.spec.groups import GroupSpec
-from layercast.spec.keys import ExtrasOf, Identity, block_keys
+from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
 
 Table = Sequence[int | None]
 """Engine block of each block index of one group; None where none is allocated."""
@@ -36,6 +37,7 @@ class Match(msgspec.Struct, frozen=True):
 
     tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
     beyond them (then 0). needed: block indices to load, by group. window: as in LoadOrder. miss: why tokens is 0.
+    coming: usable leading tokens once the saves under way have landed, at least `tokens`.
     """
 
     tokens: int
@@ -43,18 +45,21 @@ class Match(msgspec.Struct, frozen=True):
     keys: tuple[tuple[bytes, ...], ...]
     window: int
     miss: MissReason | None = None
+    coming: int = 0
 
 
 class Settled(msgspec.Struct, frozen=True):
     """What a report means for the engine.
 
     failed: requests whose forward read KV that had not landed. loads: outcomes; the blocks of their requests are quiet.
-    saves: outcomes; the engine may let go of their source blocks.
+    saves: outcomes; the engine may let go of their source blocks. ended: ids of the orders that have by now ended on
+    every rank.
     """
 
     failed: tuple[str, ...]
     loads: tuple[LoadOutcome, ...]
     saves: tuple[SaveOutcome, ...]
+    ended: tuple[str, ...] = ()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -68,8 +73,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 class SchedulerSide:
     """Look up a prompt's KV, order its loads and saves, and settle what workers report of them.
 
-    specs, identities: one a group. shared_blocks: whether the engine lets requests read one another's blocks, so that
-    a failed load may have misled others than its own request.
+    specs, identities: one a group; extras are named by the smallest block of all groups. shared_blocks: whether the
+    engine lets requests read one another's blocks, so that a failed load may have misled others than its own request.
     """
 
     def __init__(
@@ -96,15 +101,28 @@ class SchedulerSide:
         """Order to the number of ranks on which it has not ended."""
         self._numbers = count()
 
-    def match(self, tokens: Sequence[int], extras: ExtrasOf | None = None, local_tokens: int = 0) -> Match:
-        """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. No side effects."""
+    def match(
+        self,
+        tokens: Sequence[int],
+        extras: ExtrasOf | None = None,
+        local_tokens: int = 0,
+        request: str | None = None,
+    ) -> Match:
+        """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. Promises nothing.
+
+        request: keep the names of its blocks until `finish`, so that nothing is hashed twice.
+        """
         nothing = ((),) * len(self.specs)
         try:
-            keys = tuple(tuple(block_keys(identity, tokens, extras)) for identity in self._identities)
+            keys = self._names_of(tokens, extras, request)
         except NotCacheable:
             return Match(0, nothing, nothing, 0, MissReason.NOT_CACHEABLE)
         present = [self.directory.present(group, named) for group, named in enumerate(keys)]
         usable = usable_prefix(self.specs, present, len(tokens), local_tokens=local_tokens)
+        coming = usable.tokens
+        if not self.directory.quiet:
+            soon = [self.directory.coming(group, named) for group, named in enumerate(keys)]
+            coming = usable_prefix(self.specs, soon, len(tokens), local_tokens=local_tokens).tokens
         hit = max(0, usable.tokens - local_tokens)
         decision = decide(
             hit,
@@ -114,25 +132,22 @@ class SchedulerSide:
             layers=sum(len(spec.layers) for spec in self.specs),
         )
         if hit == 0:
-            return Match(0, nothing, keys, 0, self._why(keys))
+            return Match(0, nothing, keys, 0, self._why(keys), coming)
         if decision.mode is Mode.RECOMPUTE:
-            return Match(0, nothing, keys, 0, MissReason.BELOW_THRESHOLD)
-        return Match(usable.tokens, usable.needed, keys, decision.window)
+            return Match(0, nothing, keys, 0, MissReason.BELOW_THRESHOLD, coming)
+        return Match(usable.tokens, usable.needed, keys, decision.window, None, coming)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now."""
         if not match.tokens:
             return None
         wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, match.needed, strict=True)]
+        blocks = [tuple(_block(table, i) for i in indices) for table, indices in zip(tables, match.needed, strict=True)]
         try:
             lease = self.directory.lease(request, wanted)
         except Missing:
             return None
-        pairs = tuple(
-            BlockPairs(group, slots, tuple(_block(tables[group], index) for index in match.needed[group]))
-            for group, slots in enumerate(lease.slots)
-            if slots
-        )
+        pairs = tuple(BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots)
         order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, match.window)
         self._leases[order.id] = (lease, wanted)
         self._ranks_left[order.id] = self.directory.ranks
@@ -151,7 +166,10 @@ class SchedulerSide:
 
         None if there is nothing to save, or no room (then nothing was reserved). `tokens` may be longer than `after`.
         """
-        names = self._named(request, tokens[:after], extras)
+        try:
+            names = self._named(request, tokens[:after], extras)
+        except NotCacheable:
+            return None
         held = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
         if not any(held):
             return None
@@ -168,9 +186,13 @@ class SchedulerSide:
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
-        if report.failed:
-            misled = (o for o, (request, _) in self._saving.items() if self._shared_blocks or request in report.failed)
+        loads = tuple(map(self._judged, report.loads))
+        overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
+        failed = tuple(sorted(overdue.union(report.failed)))
+        if failed:
+            misled = (o for o, (request, _) in self._saving.items() if self._shared_blocks or request in failed)
             self._doomed.update(misled)
+        ended = []
         for save in report.saves:
             _, reservation = self._saving[save.id]
             if save.saved and save.id not in self._doomed:
@@ -180,7 +202,14 @@ class SchedulerSide:
             if self._last(save.id):
                 del self._saving[save.id]
                 self._doomed.discard(save.id)
-        return Settled(report.failed, tuple(self._ended(load) for load in report.loads), report.saves)
+                ended.append(save.id)
+        ended += [load.id for load in loads if self._ended(load)]
+        return Settled(failed, loads, report.saves, tuple(ended))
+
+    def doom(self, save: str) -> None:
+        """Publish nothing of a save under way: its source blocks may have changed under the copy."""
+        if save in self._saving:
+            self._doomed.add(save)
 
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
@@ -199,23 +228,52 @@ class SchedulerSide:
         del self._ranks_left[order]
         return True
 
-    def _ended(self, load: LoadOutcome) -> LoadOutcome:
+    def _judged(self, load: LoadOutcome) -> LoadOutcome:
+        """The outcome; lost where its slots may have been another's while it read them and no digest was compared."""
+        lease = self._leases[load.id][0] if load.id in self._leases else None
+        if lease is None or lease.state is LeaseState.HELD or load.verified or load.end is not LoadEnd.LANDED:
+            return load
+        return msgspec.structs.replace(
+            load, end=LoadEnd.LOST, reason=f"its lease was {lease.state} before it had landed"
+        )
+
+    def _ended(self, load: LoadOutcome) -> bool:
+        """Drop what turned out bad; whether this was the last rank's outcome."""
         if load.id not in self._leases:
-            return load  # a push that was received has no lease here
+            return False  # a push that was received has no lease here
         lease, keys = self._leases[load.id]
         bad = set(load.bad_slots)
         for group, (slots, named) in enumerate(zip(lease.slots, keys, strict=True)):
             self.directory.forget(group, [key for slot, key in zip(slots, named, strict=True) if (group, slot) in bad])
-        if self._last(load.id):
+        last = self._last(load.id)
+        if last:
             self.directory.release(lease)
             del self._leases[load.id]
-        return load
+        return last
+
+    def _names_of(
+        self, tokens: Sequence[int], extras: ExtrasOf | None, request: str | None
+    ) -> tuple[tuple[bytes, ...], ...]:
+        """Keys of the full blocks of `tokens`, by group."""
+        if request is None:
+            return tuple(tuple(self._keys(identity, tokens, extras)) for identity in self._identities)
+        names = self._named(request, tokens, extras)
+        return tuple(
+            tuple(named[: len(tokens) // identity.block_size])
+            for named, identity in zip(names, self._identities, strict=True)
+        )
+
+    def _keys(
+        self, identity: Identity, tokens: Sequence[int], extras: ExtrasOf | None, known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        smallest = min(identity.block_size for identity in self._identities)
+        return block_keys(identity, tokens, extras_for(extras, smallest, identity.block_size), known)
 
     def _named(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None) -> list[list[bytes]]:
         names = self._names.setdefault(request, [[] for _ in self.specs])
         for group, identity in enumerate(self._identities):
             if len(tokens) // identity.block_size > len(names[group]):
-                names[group] = block_keys(identity, tokens, extras, names[group])
+                names[group] = self._keys(identity, tokens, extras, names[group])
         return names
 
     def _why(self, keys: Sequence[Sequence[bytes]]) -> MissReason:

@@ -68,8 +68,8 @@ class Ways:
         plans = [(pair.group, self.saving[pair.group].plan(pair.blocks, pair.slots)) for pair in pairs]
         return [(group, plan) for group, plan in plans if plan.blocks]
 
-    def load_batches(self, run: LoadRun, order: LoadOrder) -> list[Batch]:
-        """All batches of a load, window by window."""
+    def load_batches(self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = ()) -> list[Batch]:
+        """All batches of a load, window by window, each ordered behind `after`."""
         plans = self.load_plans(order.pairs)
         moved = {layer for _, plan in plans for layer in plan.layers}
         batches: list[Batch] = []
@@ -78,23 +78,29 @@ class Ways:
             for group, plan in plans:
                 mine = [layer for layer in layers if layer in plan.columns]
                 if mine:
-                    batches += self._loads_of_group(run, layers, mine, group, plan)
+                    batches += self._loads_of_group(run, layers, mine, group, plan, after)
         return batches
 
     def _loads_of_group(
-        self, run: LoadRun, window: tuple[int, ...], mine: Sequence[int], group: int, plan: CopyPlan
+        self,
+        run: LoadRun,
+        window: tuple[int, ...],
+        mine: Sequence[int],
+        group: int,
+        plan: CopyPlan,
+        after: tuple[Flight, ...],
     ) -> list[Batch]:
         """One window's copies of one group; digests ride on the last batch, since movers keep order."""
         *parts, end = self._parts(plan, mine)
         ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.config.verify]
-        last = Batch(run, run.id, window, end, tuple(ranges))
+        last = Batch(run, run.id, window, end, tuple(ranges), after)
         if ranges:
             slots = plan.pairs()[0]
             stored = self.slab.digests[group]
             run.expected[last] = tuple(
                 Expected(group, slots, stored[self._place(group, layer), slots]) for layer in mine
             )
-        return [*(Batch(run, run.id, window, part) for part in parts), last]
+        return [*(Batch(run, run.id, window, part, (), after) for part in parts), last]
 
     def save_batches(
         self, save: SaveRun, plans: Sequence[tuple[int, CopyPlan]], window: Sequence[int], after: Flight

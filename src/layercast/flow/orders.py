@@ -74,13 +74,19 @@ class ReceiveOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct, frozen=True):
-    """Everything to move during one forward."""
+    """Everything to move during one forward.
+
+    background: loads that this forward does not read; the engine waits for their outcome. aborts: requests of which
+    nothing more need be moved.
+    """
 
     step: int
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
     pushes: tuple[PushOrder, ...] = ()
     receives: tuple[ReceiveOrder, ...] = ()
+    background: tuple[LoadOrder, ...] = ()
+    aborts: tuple[str, ...] = ()
 
 
 class LoadEnd(StrEnum):

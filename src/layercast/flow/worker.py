@@ -5,7 +5,7 @@ Works by slot and block number. Does not know keys, leases, or why something mov
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,22 +69,30 @@ class Worker:
         windows = windows_of(ways.layers, ways.config.layerwise_window)
         self.window_of = {layer: window for window in windows for layer in window}
         self._loads: list[LoadRun] = []
+        self._background: list[LoadRun] = []
+        """Those of `_loads` that no forward reads and whose request still waits for them."""
         self._saves: list[SaveRun] = []
 
-    def begin(self, orders: StepOrders) -> "LayerStep":
+    def begin(self, orders: StepOrders, after: Sequence[Flight] = ()) -> "LayerStep":
         """Start a step: plan and issue its loads, take note of its saves and pushes.
 
+        after: what loads must not overtake (on a device, work of the engine on the blocks that they fill).
         Raises BadBlocks for ids that can't be, before anything of the step moves.
         """
-        loads = dict(map(self._load, orders.loads))
+        for request in orders.aborts:
+            self.abort(request)
+        loads = dict(self._load(order, after) for order in orders.loads)
+        background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
         saves = [SaveRun(order, self.ways.save_plans(order.pairs), self.ways.slab.digests) for order in orders.saves]
-        self._loads += [*loads, *arrivals]
+        self._loads += [*loads, *arrivals, *background]
+        self._background += background
         self._saves += saves
         self.gates.arm([*loads, *arrivals])
         for run, flights in arrivals.items():
             _follow(run, flights)
         self.issuer.add_loads(itertools.chain(*loads.values()))
+        self.issuer.add_loads(itertools.chain(*background.values()), background=True)
         return LayerStep(self, orders, [*loads, *arrivals], saves)
 
     def abort(self, request: str) -> None:
@@ -108,9 +116,29 @@ class Worker:
             tuple(save.outcome() for save in saved),
         )
 
+    def awaited(self) -> list[tuple[str, LoadEnd]]:
+        """(request, end) of the background loads that are over since the last call, for better or worse.
+
+        A failed one may still be landing: its blocks are quiet only once its outcome has been reported.
+        """
+        now = time.perf_counter()
+        for run in self._background:
+            first_s = run.clocking.first_s
+            if first_s is not None and now - first_s > self.ways.config.lease_s:
+                run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
+        over = [run for run in self._background if run.end is not None or run.settled]
+        self._background = [run for run in self._background if run not in over]
+        return [(run.order.request, run.end or LoadEnd.LANDED) for run in over]
+
     def quiet(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
         self.issuer.wait_idle(timeout_s)
+
+    def quiet_failed(self, timeout_s: float) -> None:
+        """Block until no copy of a load that has failed is in flight. Raises DeadlineExceeded."""
+        failed = [run for run in self._loads if run.end is not None]
+        if failed:
+            self.issuer.wait_until(lambda: all(run.settled for run in failed), timeout_s)
 
     @property
     def idle(self) -> bool:
@@ -127,9 +155,9 @@ class Worker:
         self.gates.skip(dropped)
         run.give_back(dropped)
 
-    def _load(self, order: LoadOrder) -> tuple[LoadRun, list[Batch]]:
+    def _load(self, order: LoadOrder, after: Sequence[Flight]) -> tuple[LoadRun, list[Batch]]:
         run = LoadRun(order, order.id, self)
-        batches = self.ways.load_batches(run, order)
+        batches = self.ways.load_batches(run, order, tuple(after))
         run.plan(batches)
         return run, batches
 
@@ -208,23 +236,28 @@ class LayerStep:
                 save.queue(batches)
                 self._worker.issuer.add_saves(batches)
 
-    def end(self) -> StepReport:
-        """Sweep the layers that no hook announced, open every gate, and report what ended.
+    def judge(self, layers: Collection[int] | None = None) -> tuple[str, ...]:
+        """Requests whose loads have failed, once these layers (None: all) have run.
 
         A load whose layers were not all waited for may have been read before it landed, so it has failed. A gate opens
         when bytes are in place; whether they are right is known a little later, and here that is waited for.
         """
+        for run in self._loads:
+            due = run.layers if layers is None else run.layers.intersection(layers)
+            unread = sorted(due - self._waited)
+            if unread:
+                run.fail(LoadEnd.LATE, f"the forward never waited for layers {unread}: their hooks did not fire")
+            elif not run.decided(due, self._timeout_s):
+                run.fail(LoadEnd.LATE, f"its last bytes had not been checked after {self._timeout_s:g} s")
+        return tuple(sorted({run.order.request for run in self._loads if run.end is not None}))
+
+    def end(self) -> StepReport:
+        """Sweep the layers that no hook announced, open every gate, and report what ended."""
         self._computed()
         for layer in sorted({layer for save in self._saves for layer in save.missing()}):
             for save in self._saves:
                 save.swept += layer in save.missing()
             self._save(layer)
-        for run in self._loads:
-            unread = sorted(run.layers - self._waited)
-            if unread:
-                run.fail(LoadEnd.LATE, f"the forward never waited for layers {unread}: their hooks did not fire")
-            elif not run.decided(run.layers, self._timeout_s):
-                run.fail(LoadEnd.LATE, f"its last bytes had not been checked after {self._timeout_s:g} s")
+        failed = self.judge()
         self._worker.gates.release()
-        failed = sorted({run.order.request for run in self._loads if run.end is not None})
         return self._worker.report(self._orders.step, failed)
