@@ -32,8 +32,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Where pooled KV lives. "host" is the slab in this process."""
     layerwise_window: int = 1
     """Layers moved and signalled together (1 = pure layerwise)."""
-    layerwise_prefetch_layers: int = 4
-    """Windows in flight ahead of compute (depth)."""
+    layerwise_prefetch_layers: int = 2
+    """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these."""
     layerwise_max_transfer_blocks: int = 0
     """Most blocks in one batch handed to a mover; 0 = no limit."""
     layerwise_max_transfer_bytes: int = 0

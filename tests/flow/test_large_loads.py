@@ -1,0 +1,147 @@
+"""Loads of real sizes, a gigabyte and more, under limits. Addresses only: nothing of it is allocated or copied."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from layercast.config import Config
+from layercast.flow.batches import Ways
+from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, StepOrders
+from layercast.flow.worker import Worker
+from layercast.move.base import Mover
+from layercast.move.flights import HostFlight, landed
+from layercast.move.gates import CpuGate
+from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
+from layercast.spec.planes import PlaneKind, plane_of_tensor
+
+LAYERS, SLOTS, BLOCK_BYTES = 32, 1200, 32 << 10
+GIB = 1 << 30
+
+
+def layout_at(base: int) -> Layout:
+    """Per-layer planes of 16-token blocks, 32 KiB each: 1,024 blocks in 32 layers are a gigabyte."""
+    planes = [
+        plane_of_tensor(
+            f"layers.{layer}.kv",
+            layer,
+            PlaneKind.KV,
+            "uint8",
+            base + layer * SLOTS * BLOCK_BYTES,
+            (SLOTS, BLOCK_BYTES),
+            (BLOCK_BYTES, 1),
+            ("block", "content"),
+        )
+        for layer in range(LAYERS)
+    ]
+    return layout_of([GroupSpec("full", GroupKind.FULL, 16, tuple(range(LAYERS)))], planes)
+
+
+@dataclass
+class Addresses:
+    """A slab that is only where it would be."""
+
+    layout: Layout = field(default_factory=lambda: layout_at(1 << 45))
+    digests: tuple = (np.zeros((LAYERS, SLOTS), np.uint64),)
+
+
+class NotingMover(Mover):
+    """Notes what is submitted and lands it, oldest first, when the test says so."""
+
+    def __init__(self):
+        self.batches, self.flights = [], []
+
+    def submit(self, pieces, *, after=(), keep=()):
+        self.batches.append(pieces)
+        self.flights.append(HostFlight())
+        return self.flights[-1]
+
+    def land_next(self):
+        next(flight for flight in self.flights if not flight.done).land()
+
+    @property
+    def in_flight(self):
+        return sum(not flight.done for flight in self.flights)
+
+    def digest(self, ranges, *, after=()):
+        raise NotImplementedError
+
+    def mark(self):
+        return landed()
+
+    @property
+    def staging_bytes(self):
+        return 0
+
+    def close(self, timeout_s):
+        pass
+
+
+def worker_of(**settings):
+    engine, mover = layout_at(1 << 40), NotingMover()
+    config = Config(host_bytes=1 << 20, verify=False, **settings)
+    return Worker(Ways.between(engine, Addresses(), config), mover, CpuGate()), mover, engine
+
+
+def load(name, slots, blocks, window):
+    return LoadOrder(name, name, 16 * len(slots), (BlockPairs(0, tuple(slots), tuple(blocks)),), window)
+
+
+def scattered(count):
+    """Blocks as a used pool leaves them: no two are neighbours on both sides."""
+    return np.random.default_rng(1).permutation(1100)[:count].tolist()
+
+
+@pytest.mark.parametrize("begun", [0, 1, 7, 50])
+@pytest.mark.parametrize("window", [0, 1, 4], ids=["bulk", "layerwise", "window of 4"])
+@pytest.mark.parametrize("limit", [4 << 20, (16 << 20) - 7])
+def test_layer_0_of_a_small_load_waits_for_at_most_two_batches_of_a_gigabyte(window, limit, begun):
+    """With the depth that nobody has set, from any point of the large load, contiguous or not."""
+    for blocks in (range(1024), scattered(1024)):
+        worker, mover, engine = worker_of(layerwise_max_transfer_bytes=limit)
+        worker.begin(StepOrders(0, (load("large", range(1024), blocks, window),)))
+        for _ in range(begun):
+            mover.land_next()
+        landed_before = sum(flight.done for flight in mover.flights)
+        worker.begin(StepOrders(1, (load("small", [1150], [1150], window),)))
+        small = engine.groups[0].planes_of(0)[0].base + 1150 * BLOCK_BYTES
+        while not any(small in batch.target for batch in mover.batches):
+            mover.land_next()
+        place = next(nth for nth, batch in enumerate(mover.batches) if small in batch.target)
+        assert place - landed_before <= 2
+        while mover.in_flight:
+            mover.land_next()
+        assert sum(batch.nbytes for batch in mover.batches) == GIB + LAYERS * BLOCK_BYTES
+        assert max(batch.nbytes for batch in mover.batches) <= limit
+        assert {outcome.end for outcome in worker.report(2).loads} == {LoadEnd.LANDED}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_at_most_depth_batches_of_at_most_the_limit_are_in_flight_all_along(depth):
+    """So what a mover may have to stage is bounded by both, however large the load is."""
+    limit = 8 << 20
+    worker, mover, _ = worker_of(layerwise_prefetch_layers=depth, layerwise_max_transfer_bytes=limit)
+    worker.begin(StepOrders(0, (load("large", range(1024), scattered(1024), 1),)))
+    while mover.in_flight:
+        assert mover.in_flight <= depth
+        under_way = [b.nbytes for b, f in zip(mover.batches, mover.flights, strict=True) if not f.done]
+        assert sum(under_way) <= depth * limit
+        mover.land_next()
+    assert sum(batch.nbytes for batch in mover.batches) == GIB
+
+
+def test_a_block_larger_than_the_byte_limit_is_split():
+    worker, mover, _ = worker_of(layerwise_max_transfer_bytes=BLOCK_BYTES // 3, layerwise_max_transfer_blocks=1)
+    worker.begin(StepOrders(0, (load("one", [5], [9], 0),)))
+    while mover.in_flight:
+        mover.land_next()
+    assert max(batch.nbytes for batch in mover.batches) <= BLOCK_BYTES // 3
+    assert sum(batch.nbytes for batch in mover.batches) == LAYERS * BLOCK_BYTES
+    assert len(mover.batches) == LAYERS * 4
+
+
+def test_without_limits_a_gigabyte_in_bulk_is_one_batch():
+    worker, mover, _ = worker_of()
+    worker.begin(StepOrders(0, (load("large", range(1024), range(1024), 0),)))
+    assert [batch.nbytes for batch in mover.batches] == [GIB]
+    mover.land_next()
