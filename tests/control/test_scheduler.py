@@ -5,11 +5,12 @@ import pytest
 from layercast.config import Config
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import WorkerFacts
-from layercast.errors import LayoutMismatch
+from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
+from layercast.spec.keys import Extra, ExtraKind
 from layercast.testing.oracle import ByteEngine
 
 BLOCK, LAYERS = 4, 3
@@ -28,9 +29,9 @@ def saved(order, good=True):
     return StepReport(0, (), (), (SaveOutcome(order.id, order.request, good, 1, LAYERS, 0),))
 
 
-def loaded(order, end=LoadEnd.LANDED, bad=()):
+def loaded(order, end=LoadEnd.LANDED, bad=(), verified=True):
     failed = () if end is LoadEnd.LANDED else (order.request,)
-    outcome = LoadOutcome(order.id, order.request, end, 1, LAYERS, True, 0.0, 0.0, "", tuple(bad))
+    outcome = LoadOutcome(order.id, order.request, end, 1, LAYERS, verified, 0.0, 0.0, "", tuple(bad))
     return StepReport(0, failed, (outcome,))
 
 
@@ -123,3 +124,61 @@ def test_ranks_that_registered_other_content_are_refused():
     other = (GroupSpec("full", GroupKind.FULL, 2 * BLOCK, tuple(range(LAYERS))),)
     with pytest.raises(LayoutMismatch, match="rank 1"):
         scheduler_side([WorkerFacts(SPECS, IDENTITIES, (8,)), WorkerFacts(other, IDENTITIES, (8,))], Config(), False)
+
+
+def test_what_cant_be_named_is_neither_found_nor_saved():
+    side = side_of(16)
+    unnamed = {0: [Extra(ExtraKind.ADAPTER, b"")]}
+    assert side.match(TOKENS, unnamed).miss is MissReason.NOT_CACHEABLE
+    assert side.save_order("r", TOKENS, 0, len(TOKENS), [TABLE], unnamed) is None
+    assert side.idle
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_load_whose_lease_ended_before_its_last_byte_was_read_stands_only_if_digests_say_so(verified):
+    """Its slots may have been another's meanwhile, and without digests nobody would notice."""
+    side = side_of(16)
+    store(side)
+    order = side.load_order("warm", side.match(TOKENS), [TABLE])
+    save = side.save_order("warm", [*TOKENS, *range(7)], 8 * BLOCK, 9 * BLOCK, [[*TABLE, 9]])
+    side.directory.expire(float("inf"))
+    settled = side.settle(loaded(order, verified=verified))
+    side.settle(saved(save))
+    assert settled.failed == (() if verified else ("warm",))
+    assert [outcome.end for outcome in settled.loads] == [LoadEnd.LANDED if verified else LoadEnd.LOST]
+    assert side.match([*TOKENS, *range(7)]).tokens == (9 if verified else 8) * BLOCK
+    assert side.idle
+
+
+def test_a_load_into_memory_that_is_not_there_holds_no_lease():
+    side = side_of(16)
+    store(side)
+    with pytest.raises(BadBlocks):
+        side.load_order("warm", side.match(TOKENS), [[1, 2, None, 4, 5, 6, 7, 8]])
+    assert side.idle
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 5])
+def test_an_extra_changes_the_keys_of_its_block_in_groups_of_any_block_size(at):
+    """It is named by the smallest block: a snapshot of 16 tokens depends on the extras of four blocks of 4."""
+    specs = (
+        GroupSpec("full", GroupKind.FULL, 4, (0,)),
+        GroupSpec("state", GroupKind.RECURRENT, 16, (1,)),
+        GroupSpec("odd", GroupKind.FULL, 6, (2,)),
+    )
+    fact = WorkerFacts(specs, identities_of(ByteEngine(specs, 2).layout, model="m"), (16, 16, 16))
+    side = scheduler_side([fact], Config(kv_recompute_threshold=0, host_bytes=1), False)
+    bare = side.match(TOKENS).keys
+    salted = side.match(TOKENS, {at: [Extra(ExtraKind.SALT, b"tenant")]}).keys
+    assert len({key for group in bare for key in group}) == 8 + 2 + 5
+    for size, ours, theirs in zip((4, 16, 6), bare, salted, strict=True):
+        same = [mine == other for mine, other in zip(ours, theirs, strict=True)]
+        assert same == [(block + 1) * size <= at * 4 for block in range(len(ours))]
+
+
+def test_where_an_extra_lies_inside_a_larger_block_is_part_of_its_key():
+    specs = (GroupSpec("full", GroupKind.FULL, 4, (0,)), GroupSpec("state", GroupKind.RECURRENT, 16, (1,)))
+    fact = WorkerFacts(specs, identities_of(ByteEngine(specs, 2).layout, model="m"), (16, 16))
+    side = scheduler_side([fact], Config(kv_recompute_threshold=0, host_bytes=1), False)
+    keys = {side.match(TOKENS, {at: [Extra(ExtraKind.SALT, b"tenant")]}).keys[1][0] for at in range(4)}
+    assert len(keys) == 4

@@ -42,7 +42,7 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 ExtrasOf = Callable[[int], Sequence[Extra]] | Mapping[int, Sequence[Extra]]
-"""Block index to the extras of that block; an absent index has none."""
+"""Block index to the extras of that block; an absent index has none. `extras_for` suits it to other block sizes."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +97,23 @@ def block_keys(
     return [*known, *continued_keys(parent, rest, identity.block_size, extras, first_block=len(known))]
 
 
+def extras_for(extras: ExtrasOf | None, named: int, block_size: int) -> ExtrasOf | None:
+    """Extras by blocks of `named` tokens, as blocks of `block_size` tokens see them.
+
+    An extra in part of a block changes the whole block, so each is tagged with where its part begins.
+    """
+    if extras is None or named == block_size:
+        return extras
+    find = _finder(extras)
+
+    def inside(block: int) -> list[Extra]:
+        start = block * block_size
+        parts = range(start // named, -(-(start + block_size) // named))
+        return [_at(extra, part * named - start) for part in parts for extra in find(part) or ()]
+
+    return inside
+
+
 def continued_keys(
     parent: bytes,
     tokens: Sequence[int] | npt.NDArray[np.integer],
@@ -113,7 +130,7 @@ def continued_keys(
     blocks = len(tokens) // block_size
     ids = _token_bytes(tokens[: blocks * block_size])
     width = 4 * block_size
-    find = extras if callable(extras) else (extras or {}).get
+    find = _finder(extras or {})
     keys = []
     for block in range(blocks):
         tagged = _tagged(find(first_block + block) or (), first_block + block)
@@ -122,6 +139,15 @@ def continued_keys(
         ).digest()
         keys.append(parent)
     return keys
+
+
+def _finder(extras: ExtrasOf) -> Callable[[int], Sequence[Extra] | None]:
+    return extras if callable(extras) else extras.get
+
+
+def _at(extra: Extra, offset: int) -> Extra:
+    """The extra of a part `offset` tokens into a block. One without a digest stays so, and is refused."""
+    return msgspec.structs.replace(extra, digest=extra.digest and _packed([extra.digest, _text(offset)]))
 
 
 def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

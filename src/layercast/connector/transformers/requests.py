@@ -18,7 +18,8 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
     """How to answer one prompt.
 
     temperature 0 is greedy. stop: token ids that end the answer (kept as its last token). logits: keep those that each
-    token was chosen from. load, save: whether the pool may be used. extras: what else the KV depends on, for its keys.
+    token was chosen from. load, save: whether the pool may be used. extras: what else the KV depends on, by block (of
+    the engine's block_size), for its keys.
     """
 
     max_tokens: int = 16
