@@ -3,10 +3,12 @@
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from layercast.config import Config
 from layercast.control.node import open_pool
+from layercast.errors import BadBlocks, PeerLost
 from layercast.flow.orders import LoadEnd, StepOrders
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
@@ -20,7 +22,7 @@ class Driver:
     """Drives a pool as an engine would, one request at a time, on oracle bytes."""
 
     def __init__(self, pool, engine):
-        self.pool, self.engine, self.free, self.steps, self.calls = pool, engine, list(range(BLOCKS)), 0, 0
+        self.pool, self.engine, self.free, self.steps = pool, engine, list(range(BLOCKS)), 0
 
     def run(self, request, tokens, chunks=None, tamper=None, between=None):
         """Prefill `tokens`, loading what the pool has; (tokens loaded, outcomes, blocks by index)."""
@@ -40,7 +42,6 @@ class Driver:
                 if tamper:
                     tamper(layer)
                 step.wait(layer)
-                self.calls += 1
                 for block in range(done // BLOCK, end // BLOCK):
                     self.engine.write(layer, table[block], tokens[: (block + 1) * BLOCK])
                 step.written(layer)
@@ -65,10 +66,10 @@ class Driver:
 
 
 @contextmanager
-def driver(block_major=False, **settings):
+def driver(block_major=False, dtype="uint8", **settings):
     settings = {"host_bytes": 1 << 20, "kv_recompute_threshold": 0, **settings}
     threads = threading.active_count()
-    engine = ByteEngine(SPECS, BLOCKS, block_major=block_major)
+    engine = ByteEngine(SPECS, BLOCKS, block_major=block_major, dtype=dtype)
     with open_pool(engine.layout, identities_of(engine.layout, model="m"), Config(**settings)) as pool:
         yield Driver(pool, engine)
         assert pool.idle
@@ -128,11 +129,7 @@ def test_any_chunking_of_a_prefill_saves_the_same_keys(chunks):
 def test_a_flipped_byte_fails_the_load_and_is_never_offered_again():
     with driver() as drive:
         drive.run("cold", TOKENS)
-        slab = drive.pool.worker.ways.slab
-        slot = drive.pool.directory._shelves[0].stored[drive.pool.match(TOKENS).keys[0][5]].slot
-        data = bytearray(slab.read(0, slot, 3))
-        data[7] ^= 1
-        slab.write(0, slot, 3, bytes(data))
+        slot = flip(drive, TOKENS, 5, 3)
 
         tokens, (outcome,), _, failed = drive.run("warm", TOKENS)
 
@@ -158,18 +155,130 @@ def test_blocks_lost_between_promise_and_load_are_recomputed():
         assert drive.correct(TOKENS, table)
 
 
-def test_the_number_of_steps_is_a_constant_of_the_model():
+def flip(drive, tokens, block, layer):
+    """Change one byte of a saved block."""
+    slab = drive.pool.worker.ways.slab
+    slot = drive.pool.directory._shelves[0].stored[drive.pool.match(tokens).keys[0][block]].slot
+    data = bytearray(slab.read(0, slot, layer))
+    data[7] ^= 1
+    slab.write(0, slot, layer, bytes(data))
+    return slot
+
+
+def test_the_same_calls_serve_a_hit_a_miss_lost_or_damaged_bytes_and_a_broken_mover(monkeypatch):
+    """`Driver.run` makes a wait and a hand-off for each layer, whatever happens: none raises, and each end is told."""
+
+    def broken(*_, **__):
+        raise PeerLost("the link broke")
+
     with driver() as drive:
-        counts = []
-        for request, tokens in [("cold", TOKENS), ("warm", TOKENS), ("short", TOKENS[:2]), ("other", [7] * 9)]:
-            before = drive.calls
-            drive.run(request, tokens)
-            counts.append(drive.calls - before)
         keys = drive.pool.match(TOKENS).keys[0]
-        before = drive.calls
-        drive.run("lost", TOKENS, between=lambda: drive.pool.directory.forget(0, keys[:1]))
-        counts.append(drive.calls - before)
-        assert set(counts) == {LAYERS}
+        forget = drive.pool.directory.forget
+        ends = {}
+
+        def run(name, tokens=TOKENS, **how):
+            promised, outcomes, table, failed = drive.run(name, tokens, **how)
+            ends[name] = (promised, [outcome.end for outcome in outcomes], failed)
+            assert failed or drive.correct(tokens, table)
+
+        run("miss")
+        run("hit")
+        run("too short", TOKENS[:2])
+        run("partial hit", TOKENS[:17] + [9] * 16)
+        run("lost", between=lambda: forget(0, keys[:1]))
+        flip(drive, TOKENS, 2, 4)
+        run("damaged")
+        run("after it")
+        with monkeypatch.context() as patch:
+            patch.setattr(drive.pool.worker.mover, "submit", broken)
+            run("broken mover")
+        run("mended")
+    assert ends == {
+        "miss": (0, [], False),
+        "hit": (32, [LoadEnd.LANDED], False),
+        "too short": (0, [], False),
+        "partial hit": (16, [LoadEnd.LANDED], False),
+        "lost": (32, [], False),
+        "damaged": (32, [LoadEnd.CORRUPT], True),
+        "after it": (8, [LoadEnd.LANDED], False),
+        "broken mover": (32, [LoadEnd.LOST], True),
+        "mended": (32, [LoadEnd.LANDED], False),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"])
+def test_every_pattern_of_every_dtype_comes_back_bit_for_bit(dtype):
+    """NaN of every kind included: bytes are moved and compared, never numbers."""
+    with driver(dtype=dtype) as drive:
+        patterns = np.resize(np.arange(256, dtype=np.uint8), BLOCK * 24)
+        patterns[:24] = 0xFF  # NaN in all of them
+        drive.engine.write = lambda layer, block, prefix: drive.engine.arrays[layer].__setitem__(
+            block, patterns ^ layer
+        )
+        drive.run("cold", TOKENS)
+        for array in drive.engine.arrays.values():
+            array[:] = 0
+        drive.engine.write = lambda *_: None
+        tokens, (outcome,), table, failed = drive.run("warm", TOKENS)
+        assert (tokens, outcome.end, outcome.verified, failed) == (32, LoadEnd.LANDED, True, False)
+        for layer in range(LAYERS):
+            assert (drive.engine.arrays[layer][table[:8]] == patterns ^ layer).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_around_a_block_boundary_whole_blocks_are_saved_and_one_token_is_left_to_compute(length):
+    """And a generated token never makes an object of less than a block."""
+    with driver() as drive:
+        tokens = TOKENS[:length]
+        drive.run("cold", tokens)
+        assert len(drive.pool.directory._shelves[0].stored) == length // BLOCK
+        promised, _, table, failed = drive.run("warm", tokens)
+        assert promised == max(0, length - 1) // BLOCK * BLOCK
+        assert not failed
+        assert drive.correct(tokens, table)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [([BLOCKS, *range(7)], f"block {BLOCKS} "), ([-1, *range(7)], "block -1 "), ([3, 3, *range(4, 10)], "named twice")],
+)
+def test_engine_blocks_that_can_not_be_are_refused_before_anything_moves(table, says):
+    with driver() as drive:
+        drive.run("cold", TOKENS)
+        before = {layer: array.copy() for layer, array in drive.engine.arrays.items()}
+        load = drive.pool.load_order("warm", drive.pool.match(TOKENS), [table])
+        with pytest.raises(BadBlocks, match=says):
+            drive.pool.begin(StepOrders(7, (load,)))
+        assert all((drive.engine.arrays[layer] == before[layer]).all() for layer in before)
+        drive.pool.directory.release(drive.pool._leases.pop(load.id)[0])
+
+
+def test_requests_of_one_step_that_share_part_of_their_prefix_load_their_own_blocks():
+    """Three requests side by side, each with its own part of one saved prompt and blocks of its own."""
+    with driver() as drive:
+        drive.run("cold", TOKENS)
+        prompts = {"all": TOKENS, "half": TOKENS[:17] + [1] * 16, "none": [1] * 33}
+        tables = {name: list(range(at, at + 9)) for at, name in zip((0, 10, 20), prompts, strict=True)}
+        matches = {name: drive.pool.match(tokens) for name, tokens in prompts.items()}
+        assert [match.tokens for match in matches.values()] == [32, 16, 0]
+        loads = [drive.pool.load_order(name, matches[name], [tables[name]]) for name in ("all", "half")]
+        saves = [
+            order
+            for name, tokens in prompts.items()
+            if (order := drive.pool.save_order(name, tokens, matches[name].tokens, 33, [tables[name]]))
+        ]
+        assert [save.request for save in saves] == ["half", "none"]
+        step = drive.pool.begin(StepOrders(1, tuple(loads), tuple(saves)))
+        for layer in range(LAYERS):
+            step.wait(layer)
+            for name, tokens in prompts.items():
+                for block in range(matches[name].tokens // BLOCK, 8):
+                    drive.engine.write(layer, tables[name][block], tokens[: (block + 1) * BLOCK])
+            step.written(layer)
+        assert not drive.pool.settle(step.end()).failed
+        drive.drain()
+        assert all(drive.correct(tokens, tables[name]) for name, tokens in prompts.items())
+        assert [drive.pool.match(tokens).tokens for tokens in prompts.values()] == [32, 32, 32]
 
 
 def test_a_save_without_room_is_dropped_and_serving_goes_on():

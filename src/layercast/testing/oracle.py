@@ -9,6 +9,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from layercast.spec.dtypes import item_bytes
 from layercast.spec.groups import Group, GroupSpec, Layout, layout_of
 from layercast.spec.planes import Plane, PlaneKind, plane_of_tensor
 
@@ -19,10 +20,16 @@ class ByteEngine:
     """An engine's cache without an engine: numpy arrays for every layer, registered as planes.
 
     token_bytes: K and V bytes of one token in one layer. block_major: all layers of a block lie together.
+    dtype: what the bytes are said to be.
     """
 
     def __init__(
-        self, specs: Sequence[GroupSpec], blocks: int, token_bytes: int = 24, block_major: bool = False
+        self,
+        specs: Sequence[GroupSpec],
+        blocks: int,
+        token_bytes: int = 24,
+        block_major: bool = False,
+        dtype: str = "uint8",
     ) -> None:
         self.arrays: dict[int, Bytes] = {}
         planes: list[Plane] = []
@@ -34,7 +41,7 @@ class ByteEngine:
             else:
                 views = {layer: np.zeros((blocks, size), np.uint8) for layer in spec.layers}
             self.arrays.update(views)
-            planes += [_plane(layer, view) for layer, view in views.items()]
+            planes += [_plane(layer, view, dtype) for layer, view in views.items()]
         self.layout: Layout = layout_of(specs, planes)
 
     def group(self, index: int) -> Group:
@@ -58,8 +65,7 @@ def content(prefix: Sequence[int], layer: int, nbytes: int, salt: str = "") -> B
     return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def _plane(layer: int, view: Bytes) -> Plane:
-    shape, strides = view.shape, view.strides
-    return plane_of_tensor(
-        f"layers.{layer}.kv", layer, PlaneKind.KV, "uint8", view.ctypes.data, shape, strides, ("block", "content")
-    )
+def _plane(layer: int, view: Bytes, dtype: str) -> Plane:
+    (blocks, size), stride, item = view.shape, view.strides[0], item_bytes(dtype)
+    shape, strides, axes = (blocks, size // item), (stride // item, 1), ("block", "content")
+    return plane_of_tensor(f"layers.{layer}.kv", layer, PlaneKind.KV, dtype, view.ctypes.data, shape, strides, axes)
