@@ -46,3 +46,19 @@ def pooled_engine(model, config=None, transport=None, link_gbps=None, **changes)
         assert_at_rest(engine)
         assert engine.pool.idle
         engine.pool.directory.check()
+
+
+def flip(engine, prompt, layer, kind):
+    """Flip one bit of one plane of one layer in the slab, in the last block that a load of `prompt` reads."""
+    group = engine.memory.layout.group_of(layer)
+    match = engine.pool.match(prompt)
+    key = match.keys[group][match.needed[group][-1]]
+    slot = engine.pool.directory._shelves[group].stored[key].slot
+    slab, at = engine.pool.worker.ways.slab, 0
+    for plane in engine.memory.layout.groups[group].planes_of(layer):
+        at += plane.block_bytes
+        if plane.kind is kind:
+            break
+    data = bytearray(slab.read(group, slot, layer))
+    data[at - 1] ^= 0x40  # the exponent of the last element (little-endian float32)
+    slab.write(group, slot, layer, bytes(data))

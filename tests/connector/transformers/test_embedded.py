@@ -1,6 +1,6 @@
 import pytest
 import torch
-from small_engines import pooled_engine, prompt_of
+from small_engines import flip, pooled_engine, prompt_of
 
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
@@ -144,24 +144,6 @@ def test_half_precision_loads_what_it_saved(models, family, dtype):
     assert (warm.logits - cold.logits).abs().max() < 0.06 * cold.logits.abs().max()
 
 
-def flip(engine, prompt, layer, kind):
-    """Flip one bit of one plane of one layer in the slab, in the first block that a load of `prompt` reads."""
-    group = engine.memory.layout.group_of(layer)
-    match = engine.pool.match(prompt)
-    key = match.keys[group][match.needed[group][-1]]
-    slot = engine.pool.directory._shelves[group].stored[key].slot
-    slab = engine.pool.worker.ways.slab
-    planes = engine.memory.layout.groups[group].planes_of(layer)
-    at = 0
-    for plane in planes:
-        if plane.kind is kind:
-            break
-        at += plane.block_bytes
-    data = bytearray(slab.read(group, slot, layer))
-    data[at + 3] ^= 0x40  # the exponent of the first element (little-endian float32)
-    slab.write(group, slot, layer, bytes(data))
-
-
 CUTS = [
     ("llama", layer, kind, config)
     for config in (BULK, LAYERWISE)
@@ -279,7 +261,7 @@ def test_copies_slower_than_one_wait_are_drained_within_the_deadline_given(model
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
 def test_a_load_that_is_late_is_recomputed_and_its_blocks_stay_held_until_it_has_landed(models, stock, family):
     prompt = prompt_of(150)
-    with pooled_engine(models(family), {"layer_wait_ms": 1}, link_gbps=0.01) as engine:
+    with pooled_engine(models(family), {"layer_wait_ms": 1}, link_gbps=0.002) as engine:
         engine.generate([prompt], Params(max_tokens=1))
         engine.drain(10)
         request = engine.submit(prompt, Params(max_tokens=32))
