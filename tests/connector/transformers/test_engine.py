@@ -171,6 +171,11 @@ def test_settings_that_mean_nothing_are_refused(bad):
         EngineSettings(**bad)
 
 
+def test_prompts_of_which_one_is_refused_leave_nothing_queued(models):
+    with bare_engine(models("llama")) as engine, pytest.raises(Refused):
+        engine.generate([prompt_of(5), []])
+
+
 def test_an_abort_of_nothing_is_refused(models):
     with bare_engine(models("llama")) as engine, pytest.raises(Refused, match="not under way"):
         engine.abort("request-7")

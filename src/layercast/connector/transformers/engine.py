@@ -97,9 +97,7 @@ class Engine:
         if push is not None:
             self.pushes.accept(request, push)
             request.until = push.tokens
-        self._live[request.id] = request
-        self._schedule.add(request)
-        return request.id
+        return self._queue(request)
 
     def offer(self, prompt: Sequence[int], params: Params | None = None) -> PushTicket:
         """Take a prompt whose KV another engine will push here; the ticket for it, which names the request.
@@ -116,6 +114,11 @@ class Engine:
         except LayercastError:
             self._end(request, Finish.ABORTED)
             raise
+
+    def _queue(self, request: Request) -> str:
+        self._live[request.id] = request
+        self._schedule.add(request)
+        return request.id
 
     def _request(self, prompt: Sequence[int], params: Params) -> Request:
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -151,7 +154,9 @@ class Engine:
     ) -> list[Result]:
         """Answer all prompts; results in their order. One Params for all of them, or one for each."""
         each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
-        ids = [self.submit(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        # Every prompt is checked before one is queued.
+        requests = [self._request(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        ids = [self._queue(request) for request in requests]
         results: dict[str, Result] = {}
         while not all(id in results for id in ids):
             results.update({output.request: output.result for output in self.step() if output.result})
