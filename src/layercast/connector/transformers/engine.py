@@ -155,7 +155,7 @@ class Engine:
         """Answer all prompts; results in their order. One Params for all of them, or one for each."""
         each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
         # Every prompt is checked before one is queued.
-        requests = [self._request(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        requests = [self._request(prompt, how or Params()) for prompt, how in zip(prompts, each, strict=True)]
         ids = [self._queue(request) for request in requests]
         results: dict[str, Result] = {}
         while not all(id in results for id in ids):
