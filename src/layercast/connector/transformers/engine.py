@@ -28,6 +28,7 @@ from layercast.control.pool import Settled
 from layercast.errors import BadSetting, DeadlineExceeded, LayercastError, Refused
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome, StepOrders
 from layercast.flow.step import Step
+from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind
 
 REPORT_WAIT_S = 1.0
@@ -137,6 +138,7 @@ class Engine:
             generator=generator_of(params),
             tables=self.space.tables(),
             load=params.load,
+            miss=None if params.load else MissReason.DECLINED,
         )
 
     def step(self) -> list[Output]:

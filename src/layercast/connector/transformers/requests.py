@@ -9,8 +9,9 @@ import torch
 
 from layercast.connector.transformers.space import BlockTables
 from layercast.errors import Refused
-from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
 from layercast.move.base import Flight
+from layercast.observe.receipts import MissReason, Receipt
 from layercast.spec.keys import ExtrasOf
 
 
@@ -55,7 +56,8 @@ class Result:
     """A finished request.
 
     computed_tokens: prompt tokens that ran through the model for it; with loaded_tokens they are the whole prompt.
-    recomputed_tokens: tokens run once more, after a failed load or a preemption. logits: `[tokens, vocabulary]` fp32.
+    recomputed_tokens: tokens run once more, after a failed load or a preemption. tier: where loads come from. window:
+    layers moved together, 0 = all. miss: why nothing was loaded. logits: `[tokens, vocabulary]` fp32.
     """
 
     request: str
@@ -68,7 +70,41 @@ class Result:
     ttft_s: float
     preemptions: int
     receipts: tuple[LoadOutcome | SaveOutcome, ...]
+    tier: str
+    window: int
+    miss: MissReason | None
     logits: torch.Tensor | None
+
+    @property
+    def receipt(self) -> Receipt:
+        """What was loaded for it and how well that was hidden, or why nothing was."""
+        loads = [outcome for outcome in self.receipts if isinstance(outcome, LoadOutcome)]
+        landed = [load for load in loads if load.end is LoadEnd.LANDED]
+        failed = next((load for load in loads if load.end is not LoadEnd.LANDED), None)
+        miss = self.miss if failed is None else _WHY[failed.end]
+        return Receipt(
+            request=self.request,
+            prompt_tokens=self.prompt_tokens,
+            computed_tokens=self.computed_tokens,
+            loaded_tokens=self.loaded_tokens,
+            nbytes=sum(load.nbytes for load in landed),
+            layers=max((load.layers for load in landed), default=0),
+            tier=self.tier,
+            window=self.window,
+            transfer_s=sum(load.transfer_s for load in loads),
+            exposed_s=sum(load.exposed_s for load in loads),
+            verified=bool(landed) and all(load.verified for load in landed),
+            miss=None if self.loaded_tokens else miss,
+            detail="" if failed is None else failed.reason,
+        )
+
+
+_WHY = {
+    LoadEnd.CORRUPT: MissReason.CORRUPT,
+    LoadEnd.LATE: MissReason.TIMED_OUT,
+    LoadEnd.LOST: MissReason.LOST,
+    LoadEnd.ABORTED: MissReason.ABORTED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +135,9 @@ class Request:
     """The push that lands in its blocks."""
     arriving: Flight | None = None
     """Ends when the push's first layer has arrived, or never will."""
+    tier: str = "host"
+    window: int = 0
+    miss: MissReason | None = None
     loaded: int = 0
     counted: int = 0
     computed: int = 0
@@ -136,6 +175,7 @@ class Request:
 
     def broken(self) -> None:
         """The load failed: everything runs from the start, and nothing counts as loaded."""
+        self.miss = MissReason.LOST
         self.recomputed += self.loaded
         self.loaded = self.computed = self.counted = self.done = 0
         self.load = False
@@ -159,5 +199,8 @@ class Request:
             ttft_s=0.0 if first is None else first - self.submitted_s,
             preemptions=self.preemptions,
             receipts=tuple(self.receipts),
+            tier=self.tier,
+            window=self.window,
+            miss=self.miss,
             logits=torch.stack(self.logits) if self.logits else None,
         )

@@ -12,6 +12,7 @@ from layercast.connector.transformers.requests import Request
 from layercast.connector.transformers.space import BlockSpace
 from layercast.errors import Full
 from layercast.flow.orders import LoadOrder, ReceiveOrder
+from layercast.observe.receipts import MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Scheduler:
         if not self._space.grow(request.tables, tokens - 1, tokens):
             raise Full(f"{request.id}: no room for {tokens} tokens now; finish or abort other requests first")
         request.promised(tokens - 1)
+        request.tier, request.window = "peer", 1
         self._receiving.append(request)
 
     def arriving(self) -> Request | None:
@@ -130,6 +132,7 @@ class Scheduler:
     def _load(self, request: Request) -> LoadOrder | None:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
         match = self._pool.match(request.tokens[: request.end], request.params.extras)
+        request.miss, request.window = match.miss, match.window
         end = self._chunk_end(match.tokens, request.end)
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None
@@ -140,6 +143,7 @@ class Scheduler:
         if recurrent:
             self._space.set_snapshot(request.tables, match.tokens, None)
         if order is None:
+            request.miss = MissReason.LOST
             self._space.free(request.tables)
         return order
 
