@@ -25,7 +25,7 @@ from layercast.flow.orders import (
 from layercast.observe.receipts import MissReason
 from layercast.plan.policy import Mode, decide
 from layercast.plan.prefix import usable_prefix
-from layercast.spec.groups import GroupSpec
+from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
 
 Table = Sequence[int | None]
@@ -138,11 +138,18 @@ class SchedulerSide:
         return Match(usable.tokens, usable.needed, keys, decision.window, None, coming)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
-        """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now."""
+        """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.
+
+        Blocks of a window group for which the engine has no memory have left the window, and are not loaded.
+        """
         if not match.tokens:
             return None
-        wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, match.needed, strict=True)]
-        blocks = [tuple(_block(table, i) for i in indices) for table, indices in zip(tables, match.needed, strict=True)]
+        needed = [
+            [i for i in indices if spec.kind is not GroupKind.WINDOW or table[i] is not None]
+            for spec, table, indices in zip(self.specs, tables, match.needed, strict=True)
+        ]
+        wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, needed, strict=True)]
+        blocks = [tuple(_block(table, i) for i in indices) for table, indices in zip(tables, needed, strict=True)]
         try:
             lease = self.directory.lease(request, wanted)
         except Missing:

@@ -134,7 +134,7 @@ def run(llm, watch, *prompts, keep_local=False, **extra):
         "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
         "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],
         "idle": connector.side.idle,
-        "requests": len(connector._requests) + len(connector._found) + len(connector.side._names),
+        "requests": len(connector.tracked) + len(connector.side._names),
         "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "stored": sum(len(shelf.stored) for shelf in connector.side.directory._shelves),
     }

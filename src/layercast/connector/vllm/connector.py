@@ -43,6 +43,11 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 transfer.kv_load_failure_policy,
             )
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """True: a recurrent state deeper than vLLM's own is loaded with whatever other groups lack."""
+        return True
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True: a full graph would replay the forward without its gates."""

@@ -21,9 +21,18 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class Orders(KVConnectorMetadata):
-    """What to move during a step; from the scheduler to every worker."""
+    """What to move during a step, from the scheduler to every worker; None: nothing.
 
-    orders: StepOrders
+    lost_blocks, lost_requests: promised to a forward, or to a waiting request, and gone before they could be leased.
+    """
+
+    orders: StepOrders | None = None
+    lost_blocks: frozenset[int] = frozenset()
+    lost_requests: frozenset[str] = frozenset()
+
+
+NOTHING = Orders()
+"""The metadata of every step without work."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    group_kernel_blocks,
+)
 
 from layercast.errors import BadPlane, UnsupportedModel
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
@@ -18,7 +28,13 @@ from layercast.spec.identities import identities_of
 from layercast.spec.keys import Identity
 from layercast.spec.planes import BLOCK, HEAD, TOKEN, Plane, PlaneKind, plane_of_tensor
 
-KINDS = {FullAttentionSpec: GroupKind.FULL, MLAAttentionSpec: GroupKind.LATENT}
+KINDS: dict[type[KVCacheSpec], GroupKind] = {
+    FullAttentionSpec: GroupKind.FULL,
+    MLAAttentionSpec: GroupKind.LATENT,
+    SlidingWindowSpec: GroupKind.WINDOW,
+    MambaSpec: GroupKind.RECURRENT,
+}
+PLANES = {GroupKind.LATENT: PlaneKind.LATENT, GroupKind.RECURRENT: PlaneKind.STATE}
 TOKEN_ROWS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_MLA"}
 
 
@@ -33,14 +49,22 @@ class Registration:
 
 def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise UnsupportedModel, with the reason, for what this connector would not do right."""
-    parallel, groups = config.parallel_config, caches.kv_cache_groups
+    parallel, specs = config.parallel_config, [spec for group in caches.kv_cache_groups for spec in _specs(group)]
+    strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in KINDS})
+    recurrent = any(isinstance(spec, MambaSpec) for spec in specs)
+    aligned = config.cache_config.enable_prefix_caching and config.cache_config.mamba_cache_mode == "align"
+    divergent = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
     reasons = {
         "speculative decoding (it reports a step before its draft layers have run)": bool(config.speculative_config),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "a kv_role other than kv_both": config.kv_transfer_config.kv_role != "kv_both",
-        f"{len(groups)} cache groups (vLLM can't recompute a failed load of several)": len(groups) != 1,
-        "a cache other than full or latent attention": any(type(g.kv_cache_spec) not in KINDS for g in groups),
+        f"caches of {', '.join(strange)}": bool(strange),
+        "caches that vLLM keeps out of transfers": len(caches.transfer_group_ids) != len(caches.kv_cache_groups),
+        "recurrent layers without their states at block boundaries; set --enable-prefix-caching "
+        "--mamba-cache-mode align": recurrent and divergent and not aligned,
+        "recurrent layers beside vLLM's own prefix cache in this version; set --no-enable-prefix-caching, or use "
+        "vLLM 0.32": recurrent and not divergent and config.cache_config.enable_prefix_caching,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
@@ -50,39 +74,63 @@ def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
 def register(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Registration:
     """Layers, layout and identities of the tensors that vLLM registers. Raises BadPlane and what `layout_of` raises."""
     layers = {name: index for index, name in enumerate(tensors)}
-    modules = {name: config.compilation_config.static_forward_context[name] for name in tensors}
-    backends = {name: module.get_attn_backend().get_name() for name, module in modules.items()}
-    specs = [
-        GroupSpec(
-            name=f"group-{index}",
-            kind=KINDS[type(group.kv_cache_spec)],
-            block_size=group.kv_cache_spec.block_size,
-            layers=tuple(layers[name] for name in group.layer_names),
-        )
-        for index, group in enumerate(caches.kv_cache_groups)
-    ]
-    planes = [_plane(name, layers[name], tensor, backends[name], caches) for name, tensor in tensors.items()]
+    specs = [_group(index, group, layers) for index, group in enumerate(caches.kv_cache_groups)]
+    planes, kernels = [], []
+    for group in caches.kv_cache_groups:
+        for name, spec in zip(group.layer_names, _specs(group), strict=True):
+            module = config.compilation_config.static_forward_context[name]
+            backend = module.get_attn_backend().get_name()
+            kernels.append(_kernel(module, backend, spec))
+            planes.append(_plane(name, layers[name], tensors[name], backend, KINDS[type(spec)], caches.num_blocks))
     layout = layout_of(specs, planes)
-    kernels = {f"{backends[name]} {getattr(module, 'isa', '')}" for name, module in modules.items()}
     model = config.model_config
     identities = identities_of(
         layout,
         model=model.model,
         revision=model.revision or "",
         weights_version=f"{model.dtype} {model.quantization}",
-        packing=f"{sorted(kernels)} {caches.kv_cache_layout} {config.cache_config.cache_dtype}",
+        packing=f"{sorted(set(kernels))} {caches.kv_cache_layout} {config.cache_config.cache_dtype}",
     )
     return Registration(layers, layout, identities)
 
 
-def _plane(name: str, layer: int, tensor: torch.Tensor, backend: str, caches: KVCacheConfig) -> Plane:
-    if tensor.ndim != 4 or tensor.shape[0] != caches.num_blocks:
+def _specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """The spec of each of the group's layers."""
+    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return [group.kv_cache_spec if each is None else each[name] for name in group.layer_names]
+
+
+def _group(index: int, group: KVCacheGroupSpec, layers: Mapping[str, int]) -> GroupSpec:
+    spec = _specs(group)[0]
+    return GroupSpec(
+        name=f"group-{index}",
+        kind=KINDS[type(spec)],
+        block_size=group.kv_cache_spec.block_size,
+        layers=tuple(layers[name] for name in group.layer_names),
+        window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+    )
+
+
+def _kernel(module: object, backend: str, spec: KVCacheSpec) -> str:
+    """What orders the content of a layer's blocks, as far as strides do not tell."""
+    if isinstance(spec, MambaSpec):
+        return f"{backend} {spec.mamba_type} {spec.shapes} {spec.dtypes}"
+    return f"{backend} {getattr(module, 'isa', '')}"
+
+
+def _plane(name: str, layer: int, tensor: torch.Tensor, backend: str, kind: GroupKind, blocks: int) -> Plane:
+    """One layer's registered tensor: [blocks, heads, tokens, content], or as many kernel blocks in each block."""
+    if tensor.ndim != 4 or tensor.shape[0] % blocks:
         raise BadPlane(
-            f"{name}: registered as {tuple(tensor.shape)}, but [{caches.num_blocks} blocks, heads, tokens, content] is "
-            "what is understood; use vLLM 0.30 or later, and a block size that the backend's kernels take as it is"
+            f"{name}: registered as {tuple(tensor.shape)}, but [{blocks} blocks, heads, tokens, content] is what is "
+            "understood; use vLLM 0.30 or later"
         )
-    axes = (BLOCK, HEAD, TOKEN if backend in TOKEN_ROWS else "packed", "content")
-    latent = isinstance(next(iter(caches.kv_cache_groups)).kv_cache_spec, MLAAttentionSpec)
-    kind = PlaneKind.LATENT if latent else PlaneKind.KV
+    axes = [BLOCK, HEAD, TOKEN if backend in TOKEN_ROWS else "packed", "content"]
+    if tensor.shape[0] != blocks:
+        tensor, axes = group_kernel_blocks(tensor, blocks), [BLOCK, "kernel", HEAD, "packed", "content"]
+    if kind is GroupKind.RECURRENT:
+        axes = [BLOCK, "one", "state", "content"]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return plane_of_tensor(name, layer, kind, dtype, tensor.data_ptr(), tensor.shape, tensor.stride(), axes)
+    return plane_of_tensor(
+        name, layer, PLANES.get(kind, PlaneKind.KV), dtype, tensor.data_ptr(), tensor.shape, tensor.stride(), axes
+    )

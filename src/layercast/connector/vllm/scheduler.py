@@ -3,45 +3,64 @@
 Does not know tensors, addresses or how bytes move.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from layercast.config import Config
-from layercast.connector.vllm.metadata import Handshake, Orders, Reports
+from layercast.connector.vllm.holds import Holds
+from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
+from layercast.connector.vllm.tracked import Tracked
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table
 from layercast.errors import BrokenInvariant
 from layercast.flow.orders import LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepOrders
+from layercast.spec.groups import GroupKind, GroupSpec
 
 KEPT_OUTCOMES = 1000
+ASK_AGAIN_S = 1.0
+"""Longest time that a request waits for blocks of its prompt that are being saved."""
+DRAIN_S = 5.0
+"""Longest time that an idle engine keeps stepping for reports of its last saves."""
 
 
 class SchedulerHooks(KVConnectorBase_V1):
     """One engine. What a worker must know of a step goes into `build_connector_meta` and nowhere else."""
 
     config: Config
+    _holds: Holds
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.side: SchedulerSide | None = None
         self.outcomes: deque[LoadOutcome | SaveOutcome] = deque(maxlen=KEPT_OUTCOMES)
         """The last loads and saves to end, one entry a rank."""
-        self._requests: dict[str, Request] = {}
-        self._found: dict[str, Match] = {}
-        self._loads: list[LoadOrder] = []
-        self._steps = count()
+        self.tracked: dict[str, Tracked] = {}
+        self._due = Due()
+        self._drain_until_s = 0.0
+        self._background = len(self._kv_cache_config.kv_cache_groups) > 1
+        """vLLM can't recompute a load that fails inside the forward of a model with several groups."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Make the directory from what the workers registered: vLLM brings it here across processes, once."""
         facts = [hands.facts for _, hands in sorted(metadata.items()) if isinstance(hands, Handshake)]
         self.side = scheduler_side(facts, self.config, shared_blocks=True)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool whose blocks are held while copies read or write them."""
+        self._holds = Holds(gpu_block_pool, self._reused)
+
+    def _reused(self, order: str) -> None:
+        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
@@ -49,60 +68,179 @@ class SchedulerHooks(KVConnectorBase_V1):
             raise BrokenInvariant("no worker has said what it registered; vLLM 0.30 or later passes that on at start")
         return self.side
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """(tokens that can be loaded beyond those that vLLM holds, False: inside the forward)."""
-        if not _nameable(request):
+    # ---- loads ----
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that can be loaded beyond those that vLLM holds, whether in the background); None: ask again."""
+        known = self._track(request)
+        known.match = None
+        if not known.load or request.skip_reading_prefix_cache:
             return 0, False
-        match = self._side.match(request.all_token_ids[:], local_tokens=num_computed_tokens)
-        self._found[request.request_id] = match
-        return max(0, match.tokens - num_computed_tokens), False
+        match = self._side.match(request.all_token_ids[:], local_tokens=num_computed_tokens, request=request.request_id)
+        if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
+            return None, False
+        known.match, known.miss = match, match.miss
+        tokens = max(0, match.tokens - num_computed_tokens)
+        return tokens, self._background and tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
-        self._requests[request.request_id] = request
-        match = self._found.pop(request.request_id, None)
+        known = self._track(request)
+        match, known.match = known.match, None
         if match is None or num_external_tokens == 0:
             return
-        order = self._side.load_order(request.request_id, match, _tables(blocks.get_block_ids()))
+        known.promised, known.failed = num_external_tokens, False
+        tables = _tables(blocks.get_block_ids())
+        order = self._side.load_order(request.request_id, match, tables)
         if order is None:
-            raise BrokenInvariant(f"{request.request_id}: its blocks went between lookup and allocation; report this")
-        self._loads.append(order)
+            self._lost(known, match, tables)
+            return
+        known.loading = order.id
+        self._holds.hold(order)
+        (self._due.background if self._background else self._due.loads).append(order)
+
+    def _may_wait(self, known: Tracked) -> bool:
+        now = time.monotonic()
+        known.asked_s = known.asked_s or now
+        return now < known.asked_s + ASK_AGAIN_S
+
+    def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
+        """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
+        known.failed = True
+        if self._background:
+            self._due.lost_requests.add(known.request.request_id)
+        else:
+            self._due.lost_blocks.update(
+                block for table, needed in zip(tables, match.needed, strict=True) for i in needed if (block := table[i])
+            )
+
+    # ---- saves ----
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        """The step's orders: loads promised since the last one, saves of the prompt blocks that it completes."""
-        saves = [
-            self._save(request, tokens, scheduler_output)
-            for request, tokens in scheduler_output.num_scheduled_tokens.items()
-        ]
-        loads, self._loads = self._loads, []
-        return Orders(StepOrders(next(self._steps), tuple(loads), tuple(save for save in saves if save is not None)))
+        """The step's orders: loads promised since the last one, saves of the blocks that it completes."""
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            known = self.tracked[name]
+            before = known.request.num_computed_tokens
+            known.failed = False
+            self._save(known, before, before + tokens, scheduler_output)
+        if self._due.empty:
+            return NOTHING
+        due, self._due = self._due, Due(self._due.steps)
+        return due.orders()
 
-    def _save(self, name: str, scheduled: int, output: SchedulerOutput) -> SaveOrder | None:
-        request = self._requests[name]
-        before = request.num_computed_tokens
-        after = min(before + scheduled, request.num_prompt_tokens)
-        if before >= after or not _nameable(request):
-            return None
-        tables = _tables(output.kv_connector_block_state.get_block_ids(name))
-        return self._side.save_order(name, request.all_token_ids[:after], before, after, tables)
+    def _save(self, known: Tracked, before: int, after: int, output: SchedulerOutput | None, *ids: list[int]) -> None:
+        """Order the save of blocks that are complete after a step and whose tokens are known; drafts never are."""
+        request = known.request
+        start = min(known.saved, before)
+        end = min(after, request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens)
+        grain = min(spec.block_size for spec in self._side.specs)
+        if not known.save or end // grain <= start // grain:
+            return
+        known.saved = end
+        name = request.request_id
+        if output is None:
+            tables, snapshots = _tables(ids), []
+        else:
+            state = output.kv_connector_block_state
+            tables, snapshots = _tables(state.get_block_ids(name)), state.boundary_state_offloads.get(name, ())
+        for group, spec in enumerate(self._side.specs):
+            if spec.kind is GroupKind.RECURRENT:
+                tables[group] = _snapshots(spec, group, snapshots)
+        order = self._side.save_order(name, request.all_token_ids[:end], start, end, tables)
+        if order is not None:
+            self._holds.hold(order)
+            self._due.saves.append(order)
+            self._drain_until_s = time.monotonic() + DRAIN_S
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Save what its last steps completed and forget it. Its blocks may go: copies hold their own."""
+        known = self.tracked.pop(request.request_id, None)
+        if known is None:
+            return False, None
+        if known.trusted:
+            self._save(known, request.num_computed_tokens, request.num_computed_tokens, None, *block_ids)
+        if known.loading is not None and self._background:
+            self._due.aborts.append(request.request_id)
+        self._side.finish(request.request_id)
+        if not self.tracked:
+            self._holds.relinquish()
+        return False, None
+
+    # ---- reports ----
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers report."""
+        for request in connector_output.failed_recving or ():
+            self._distrust(request)
         found = connector_output.kv_connector_worker_meta
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
+            for request in settled.failed:
+                self._distrust(request)
+            for load in settled.loads:
+                known = self.tracked.get(load.request)
+                if known is not None and known.loading == load.id and load.id in settled.ended:
+                    known.loading = None
+            self._holds.release(settled.ended)
             self.outcomes += (*settled.loads, *settled.saves)
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
-        """Forget the request. Its blocks may go: no copy outlives the step that began it."""
-        self._requests.pop(request.request_id, None)
-        self._found.pop(request.request_id, None)
-        self._side.finish(request.request_id)
-        return False, None
+    def _distrust(self, request: str) -> None:
+        """A request whose load has failed once computes."""
+        known = self.tracked.get(request)
+        if known is not None:
+            known.failed, known.load, known.loading = True, False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should go on stepping: saves are to be ordered or reported, and not overdue."""
+        return self.side is not None and not self._quiet and time.monotonic() < self._drain_until_s
+
+    @property
+    def _quiet(self) -> bool:
+        return self._due.empty and self._side.directory.quiet
 
     def reset_cache(self) -> bool:
         """Refused: a pool that can't forget all would answer with the KV of old weights."""
         return False
+
+    def _track(self, request: Request) -> Tracked:
+        known = self.tracked.get(request.request_id)
+        if known is None:
+            nameable = _nameable(request)
+            known = self.tracked[request.request_id] = Tracked(request, nameable, load=nameable, save=nameable)
+        return known
+
+
+class Due:
+    """What goes to the workers with the next step."""
+
+    def __init__(self, steps: "count[int] | None" = None) -> None:
+        self.steps = steps or count()
+        self.loads: list[LoadOrder] = []
+        self.background: list[LoadOrder] = []
+        self.saves: list[SaveOrder] = []
+        self.aborts: list[str] = []
+        self.lost_blocks: set[int] = set()
+        self.lost_requests: set[str] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing."""
+        return not (
+            self.loads or self.saves or self.background or self.aborts or self.lost_blocks or self.lost_requests
+        )
+
+    def orders(self) -> Orders:
+        """All of it, under the next step's number."""
+        orders = StepOrders(
+            next(self.steps),
+            tuple(self.loads),
+            tuple(self.saves),
+            background=tuple(self.background),
+            aborts=tuple(self.aborts),
+        )
+        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests))
 
 
 def _tables(block_ids: Sequence[Sequence[int]]) -> list[Table]:
@@ -110,6 +248,17 @@ def _tables(block_ids: Sequence[Sequence[int]]) -> list[Table]:
     return [[block or None for block in ids] for ids in block_ids]
 
 
+def _snapshots(spec: GroupSpec, group: int, offers: Sequence[tuple[int, int, int]]) -> Table:
+    """Where vLLM leaves a recurrent group's states at block boundaries in this step, by (group, block, tokens)."""
+    at = {
+        tokens // spec.block_size - 1: block
+        for owner, block, tokens in offers
+        if owner == group and block and tokens % spec.block_size == 0
+    }
+    return [at.get(index) for index in range(max(at, default=-1) + 1)]
+
+
 def _nameable(request: Request) -> bool:
     """Whether tokens alone decide its KV. Adapters, media, embeddings and salts get no keys here yet."""
-    return not (request.lora_request or request.mm_features or request.cache_salt) and request.prompt_embeds is None
+    extras = request.lora_request or request.mm_features or request.cache_salt or request.resumable
+    return not extras and request.prompt_embeds is None

@@ -8,24 +8,29 @@ from contextlib import ExitStack
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
 
 from layercast.config import Config
 from layercast.connector.vllm.metadata import Handshake, Orders, Reports
 from layercast.connector.vllm.registration import register
 from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
-from layercast.flow.orders import StepReport
+from layercast.flow.orders import LoadEnd, StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """One rank. A step begins when its metadata is bound, since `start_load_kv` may come after the forward."""
+    """One rank. A step is begun only where there is something to move; it ends with `wait_for_save`."""
 
     config: Config
     _worker: Worker
     _layers: Mapping[str, int]
     _handshake: Handshake
+    _orders: StepOrders
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -50,13 +55,21 @@ class WorkerHooks(KVConnectorBase_V1):
         return self._handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step."""
+        """Begin a step. Its loads wait for `start_load_kv`, which comes before a forward that reads them."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
-        self._step = self._worker.begin(connector_metadata.orders)
+        if self._step is not None:  # the last forward raised, and nothing of it was ended
+            self._end()
+        self._failed_blocks |= connector_metadata.lost_blocks
+        orders = connector_metadata.orders
+        if orders is not None and not orders.loads:
+            self._begin(orders)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Nothing: loads began with the step."""
+        """Begin a step with loads, behind whatever the engine has done to their blocks so far."""
+        metadata = self._connector_metadata
+        if isinstance(metadata, Orders) and metadata.orders is not None and self._step is None:
+            self._begin(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pass the layer's gate."""
@@ -69,23 +82,20 @@ class WorkerHooks(KVConnectorBase_V1):
             self._step.written(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """End the step. Raises DeadlineExceeded if a copy is still under way after `layer_wait_ms`.
+        """End the step, or take in what has ended since the last one."""
+        if self._step is not None:
+            self._end()
+        elif not self._worker.idle:
+            self._note(self._worker.report(-1))
 
-        vLLM may hand out the blocks of this step's requests as soon as this returns, so no copy may still read them
-        (a save) or write them (a load that came late). Until source blocks are held by reference (`touch` on the
-        engine's block pool), that means waiting here, and ending the engine rather than risking wrong text.
-        """
-        assert self._step is not None
-        ended, self._step = self._step.end(), None
-        self._worker.quiet(self.config.layer_wait_ms / 1000)
-        rest = self._worker.report(ended.step)
-        self._reports += [
-            (self._rank, report) for report in (ended, rest) if report.loads or report.saves or report.failed
-        ]
-        metadata = self._get_connector_metadata()
-        for load in metadata.orders.loads:
-            if load.request in ended.failed:
-                self._failed_blocks.update(block for pair in load.pairs for block in pair.blocks)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose background loads are over."""
+        lost = self._connector_metadata.lost_requests if isinstance(self._connector_metadata, Orders) else frozenset()
+        if self._worker.idle and not lost:
+            return KVConnectorTransferResults()
+        ends = self._worker.awaited()
+        failed = {request for request, end in ends if end not in (LoadEnd.LANDED, LoadEnd.ABORTED)} | lost
+        return KVConnectorTransferResults(set(), {request for request, _ in ends} | lost, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to recompute."""
@@ -96,6 +106,29 @@ class WorkerHooks(KVConnectorBase_V1):
         """What ended since the last call."""
         reports, self._reports = self._reports, []
         return Reports(tuple(reports)) if reports else None
+
+    def _begin(self, orders: StepOrders) -> None:
+        self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
+        self._orders = orders
+
+    def _end(self) -> None:
+        """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in `layer_wait_ms`.
+
+        vLLM recomputes a failed load into the same blocks, so a copy that came late must not land in them any more:
+        better no engine than wrong text.
+        """
+        assert self._step is not None
+        self._step.judge()
+        self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
+        ended, self._step = self._step.end(), None
+        self._note(ended)
+        for load in self._orders.loads:
+            if load.request in ended.failed:
+                self._failed_blocks.update(block for pair in load.pairs for block in pair.blocks)
+
+    def _note(self, report: StepReport) -> None:
+        if report.loads or report.saves or report.failed:
+            self._reports.append((self._rank, report))
 
     def shutdown(self) -> None:
         """End the threads and give the slab back."""

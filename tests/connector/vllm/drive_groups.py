@@ -1,0 +1,45 @@
+"""Models with several cache groups: windows, recurrent states, latent KV, experts. Usage: drive_groups.py FOLDER."""
+
+import sys
+
+from lab import Engine, model, prompt, tell
+
+RUNS = {
+    "qwen3_moe": {},
+    "gemma3": {},
+    "gemma3_local": {"enable_prefix_caching": True},
+    "gpt_oss": {},
+    "granite4h": {"enable_prefix_caching": True, "mamba_cache_mode": "align", "block_size": None},
+    "deepseek_v3": {"block_size": None},
+}
+
+
+def main(folder):
+    facts = {}
+    for name in sys.argv[2:] or RUNS:
+        settings = RUNS[name]
+        path = model(folder, name.removesuffix("_local"))
+        engine = Engine(path, max_num_batched_tokens=512, pool={"host_bytes": 64 << 20}, **settings)
+        size = max(spec.block_size for spec in engine.side.specs)
+        long = prompt(1, 4 * size + 10)
+        run = {"blocks": engine.blocks, "size": size, "groups": [str(spec.kind) for spec in engine.side.specs]}
+        run["cold"] = engine.run(long)
+        run["warm"] = engine.run(long)
+        run["shorter"] = engine.run(long[: 2 * size + 5])
+        run["edges"] = [engine.run(long[:n])["replies"][0] for n in (1, size - 1, size, size + 1)]
+        run["drained"] = engine.drain()
+        for group, spec in enumerate(engine.side.specs):
+            engine.flip(engine.slot(long, 3, group), spec.layers[-1], group)
+            run[f"flipped_{group}"] = engine.run(long)
+            run[f"mended_{group}"] = engine.run(long)
+        for group in range(len(engine.side.specs)):
+            engine.forge(engine.slot(long, 3, group), group)
+        run["forged"] = engine.run(long)
+        run["drained"] = engine.drain()
+        run["threads"] = engine.close()
+        facts[name] = run
+    tell(facts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,271 @@
+"""Real engines of vLLM on the CPU for the `drive_*` scripts of this folder: tiny seeded models, runs, facts as JSON.
+
+Import it first: it sets the environment that vLLM reads when it is imported.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+)
+
+import torch
+import transformers
+import xxhash
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from layercast.move.paced import PacedMover
+
+BLOCK = 32
+BASE = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 32, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 8,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "qk_nope_head_dim": 32,
+        },
+    ),
+    "granite4h": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_attention_heads": 4,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "position_embedding_type": "nope",
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 0.25,
+        },
+    ),
+}
+
+
+def model(folder, name):
+    """The folder of a tiny model with seeded random weights, made once."""
+    path = Path(folder) / name
+    if not path.exists():
+        torch.manual_seed(0)
+        kind, more = MODELS[name]
+        config = getattr(transformers, kind)(**{**BASE, **more})
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(path)
+    return str(path)
+
+
+def prompt(seed, tokens):
+    draw = random.Random(seed)
+    return [draw.randrange(5, 500) for _ in range(tokens)]
+
+
+class Engine:
+    """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
+
+    def __init__(self, path, *, pool=None, policy="recompute", **settings):
+        transfer = KVTransferConfig(
+            kv_connector="LayercastConnector",
+            kv_connector_module_path="layercast.connector.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"host_bytes": 16 << 20, "kv_recompute_threshold": 1, **(pool or {})},
+        )
+        defaults = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "seed": 0,
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 256,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": 32 << 20,
+            "enable_prefix_caching": False,
+        }
+        self.llm = LLM(model=path, kv_transfer_config=transfer, **{**defaults, **settings})
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.hooks, self.connector = get_kv_transfer_group(), self.scheduler.connector
+        self.side, self.worker = self.connector.side, self.hooks._worker
+        self.slab = self.worker.ways.slab
+        self.blocks = self.free_blocks
+        self.scheduled, self.waited, self.written = [], [], []
+        self._watch()
+
+    def _watch(self):
+        """Note what the hooks see, and the scheduled tokens of each step."""
+        build = self.connector.build_connector_meta
+        wait, save = self.hooks.wait_for_layer_load, self.hooks.save_kv_layer
+
+        def build_connector_meta(output):
+            self.scheduled.append(output.total_num_scheduled_tokens)
+            return build(output)
+
+        def wait_for_layer_load(name):
+            self.waited.append(name)
+            wait(name)
+
+        def save_kv_layer(name, *rest):
+            self.written.append(name)
+            save(name, *rest)
+
+        self.connector.build_connector_meta = build_connector_meta
+        self.hooks.wait_for_layer_load, self.hooks.save_kv_layer = wait_for_layer_load, save_kv_layer
+
+    @property
+    def free_blocks(self):
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def run(self, *prompts, tokens=8, logprobs=1, keep_local=False, params=None, **extra):
+        """Answer the prompts, and say what it took; vLLM's own prefix cache is emptied before, unless `keep_local`."""
+        assert keep_local or self.llm.reset_prefix_cache()
+        for log in (self.scheduled, self.waited, self.written, self.connector.outcomes):
+            log.clear()
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs, **(params or {})
+        )
+        asked = [{"prompt_token_ids": ids, **extra} for ids in prompts]
+        done = self.llm.generate(asked, sampling, use_tqdm=False)
+        return {"replies": [_reply(reply) for reply in done], **self.facts()}
+
+    def facts(self):
+        outcomes = list(self.connector.outcomes)
+        return {
+            "scheduled": [tokens for tokens in self.scheduled if tokens],
+            "idle_steps": self.scheduled.count(0),
+            "waited": len(self.waited),
+            "written": len(self.written),
+            "layer_names": len(set(self.waited)),
+            "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
+            "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],
+            "requests": len(self.connector.tracked) + len(self.side._names),
+            "held": self.connector._holds.held,
+            "free_blocks": self.free_blocks,
+            "stored": [len(shelf.stored) for shelf in self.side.directory._shelves],
+        }
+
+    def pace(self, gbps):
+        """From now on copies go no faster than a link of `gbps`."""
+        paced = PacedMover(self.worker.mover, gbps)
+        self.worker.mover = self.worker.issuer._mover = paced
+        self.hooks._closing.callback(paced.close, 10)
+
+    def drain(self):
+        """Step as an idle engine does; what is left then."""
+        steps = 0
+        while self.scheduler.has_requests() and steps < 10_000:
+            self.core.step_fn()
+            steps += 1
+        return {
+            "steps": steps,
+            "idle": self.side.idle and self.worker.idle,
+            "held": self.connector._holds.held,
+            "free_blocks": self.free_blocks,
+            "requests": len(self.connector.tracked) + len(self.side._names),
+        }
+
+    def close(self):
+        """End the engine; names of threads that it left behind."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = self.core = self.scheduler = self.hooks = self.connector = self.side = self.worker = self.slab = None
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        return [thread.name for thread in threading.enumerate() if "layercast" in thread.name]
+
+    # ---- faults ----
+
+    def slot(self, ids, block, group=0):
+        keys = self.side.match([*ids, 0]).keys[group]
+        return self.side.directory._shelves[group].stored[keys[block]].slot
+
+    def flip(self, slot, layer, group=0):
+        """Damage one byte of one layer of a stored block."""
+        data = bytearray(self.slab.read(group, slot, layer))
+        data[len(data) // 3] ^= 1
+        self.slab.write(group, slot, layer, bytes(data))
+
+    def forge(self, slot, group=0):
+        """Replace a stored block by another content in all layers, with digests that agree with it."""
+        for row, layer in enumerate(self.slab.layout.groups[group].layers):
+            data = self.slab.read(group, slot, layer)[::-1]
+            self.slab.write(group, slot, layer, data)
+            self.slab.digests[group][row, slot] = xxhash.xxh3_64_intdigest(data)
+
+
+def _reply(reply):
+    first = reply.outputs[0]
+    chosen = zip(first.logprobs or (), first.token_ids, strict=False)
+    return {
+        "tokens": list(first.token_ids),
+        "logprobs": [at[token].logprob for at, token in chosen],
+        "cached": reply.num_cached_tokens,
+        "finish": first.finish_reason,
+        "params": reply.kv_transfer_params,
+    }
+
+
+def tell(facts):
+    sys.stdout.write(f"FACTS {json.dumps(facts)}\n")
