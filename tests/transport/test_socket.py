@@ -1,6 +1,7 @@
 import contextlib
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -227,6 +228,33 @@ def test_a_killed_peer_fails_its_open_tickets_and_restarted_on_the_same_port_it_
     peer = side.transport.connect(revived.at, SOON_S)
     side.transport.post(peer, writes_of((side.base, revived.base, 64))).wait(SOON_S)
     revived.kill()
+
+
+def test_a_listener_outlives_a_want_of_file_descriptors(side):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sock = socket.socket()
+    sock.settimeout(SOON_S)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        sock.connect((side.at.host, side.at.port))
+        time.sleep(0.05)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    greet(sock, SECRET, "f" * 32, calling=True, deadline=time.monotonic() + SOON_S)
+    sock.close()
+    side.told.wait_for(lambda told: len(told.lost) == 1)
+
+
+def test_a_lost_peer_is_told_with_its_reason_whoever_noticed_first(side):
+    other = Side(SocketTransport(SECRET))
+    for count in range(1, 30):
+        peer = other.transport.connect(side.at, SOON_S)
+        other.transport.disconnect(peer)
+        other.told.wait_for(lambda told, count=count: len(told.lost) == count)
+        side.told.wait_for(lambda told, count=count: len(told.lost) == count)
+    other.transport.close(SOON_S)
+    assert {str(error) for _, error in other.told.lost} == {"this side dropped the connection"}
+    assert not any("never connected" in str(error) for _, error in side.told.lost)
 
 
 def test_it_listens_on_loopback_only_unless_told_otherwise(side):

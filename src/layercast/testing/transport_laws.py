@@ -295,6 +295,22 @@ class TransportLaws:
         ours.transport.notify(stays, b"still here").wait(SOON_S)
         assert ours.told.lost[0][0] == gone
 
+    def test_nothing_is_handled_of_a_peer_that_its_handler_has_dropped(self, pair: tuple[Side, Side, Peer]) -> None:
+        ours, theirs, peer = pair
+        theirs.told.go.clear()
+        theirs.told.on_arrival = lambda back, _: theirs.transport.disconnect(back)
+        ours.memory.write(ours.base, b"\xff" * 64)
+        ours.transport.notify(peer, b"bad")
+        ours.transport.post(peer, writes_of((ours.base, theirs.base, 64)))
+        late = ours.transport.notify(peer, b"more")
+        time.sleep(0.05)  # all of it lies in the receiver's buffers by now
+        theirs.told.go.set()
+        theirs.told.wait_for(lambda told: len(told.lost) == 1)
+        with pytest.raises(PeerLost):
+            late.wait(SOON_S)
+        assert [message for _, message in theirs.told.messages] == [b"bad"]
+        assert theirs.read(0, 64) == bytes(64)
+
     def test_a_slow_peer_is_refused_more_without_blocking_and_keeps_what_was_taken(
         self, make_side: Callable[..., Side]
     ) -> None:

@@ -64,7 +64,6 @@ class Connection:
         self._link = link
         self._queue: deque[_Outgoing] = deque()
         self._unacknowledged = 0
-        self._reason: Exception = PeerLost("never connected")
         self._threads = [
             threading.Thread(target=work, name=f"layercast-net-{name}-{peer.number}", daemon=True)
             for name, work in (("send", self._send), ("receive", self._receive))
@@ -157,7 +156,7 @@ class Connection:
 
     def _receive(self) -> None:
         try:
-            while True:
+            while self._ledger.error is None:  # what is still in the buffers of a dropped connection is not taken
                 self._handle(read_frame(self._sock))
         except Malformed as error:
             _log.error("dropping %s: %s", self.peer, error)
@@ -168,7 +167,7 @@ class Connection:
             self._lose(PeerLost(f"the connection broke while receiving: {error}"))
         self._threads[0].join()  # it ends, since the connection is lost and the socket shut down
         self._sock.close()
-        self._tell(self._reason)
+        self._tell()
 
     def _handle(self, frame: Frame) -> None:
         if isinstance(frame, Ack):
@@ -192,12 +191,16 @@ class Connection:
     def _lose(self, error: Exception) -> None:
         """Fail what is open and wake both threads. Only the first error counts."""
         told = error if isinstance(error, PeerLost) else PeerLost(f"this side dropped the connection: {error}")
+        if told is not error:
+            told.__cause__ = error  # what the handler is told
         if self._ledger.lose(told):
-            self._reason = error
             self._queue.clear()
             shut(self._sock)
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self) -> None:
+        lost = self._ledger.error
+        error = lost.__cause__ if lost is not None and isinstance(lost.__cause__, Malformed) else lost
+        assert error is not None
         try:
             self._handler.on_lost(self.peer, error)
         except Exception:  # noqa: BLE001  the thread has still to end well

@@ -15,6 +15,8 @@ from layercast.transport.wire import greet, shut
 
 _log = logging.getLogger("layercast.transport")
 GREETING_S = 5.0
+RETRY_S = 0.1
+"""Pause after a connection that could not be accepted, for example for want of file descriptors."""
 MAX_STRANGERS = 32
 """Connections at one time that have proved nothing yet; more are dropped at once."""
 
@@ -31,7 +33,7 @@ class Listener:
         self._accepted = accepted
         self._lock = threading.Lock()
         self._strangers: dict[threading.Thread, socket.socket] = {}
-        self._closed = False
+        self._closing = threading.Event()
         try:
             self._sock = socket.create_server(
                 (bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=64
@@ -45,7 +47,7 @@ class Listener:
     def close(self, deadline: float) -> None:
         """Give the port back and end the threads. Raises DeadlineExceeded at `deadline` (time.monotonic)."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             strangers = dict(self._strangers)
         shut(self._sock)
         for sock in strangers.values():
@@ -57,16 +59,16 @@ class Listener:
         self._sock.close()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 sock, _ = self._sock.accept()
             except OSError as error:
-                if not self._closed:
-                    _log.error("not accepting peers any more: %s", error)
-                return
+                if not self._closing.wait(RETRY_S):
+                    _log.error("a connection could not be accepted: %s", error)
+                continue
             thread = threading.Thread(target=self._greet, args=(sock,), name="layercast-net-greet", daemon=True)
             with self._lock:
-                welcome = not self._closed and len(self._strangers) < MAX_STRANGERS
+                welcome = not self._closing.is_set() and len(self._strangers) < MAX_STRANGERS
                 if welcome:
                     self._strangers[thread] = sock
                     thread.start()

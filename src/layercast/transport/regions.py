@@ -6,56 +6,58 @@ Does not know peers or connections.
 import ctypes
 import itertools
 import threading
-
-import numpy as np
+from bisect import bisect_right
 
 from layercast.errors import Malformed, Refused
 from layercast.transport.base import Ints, Region
 
 _TOP = 1 << 62
+_NOTHING = Region(0, 0, 0)
 
 
 class Regions:
-    """The regions of one transport. Any thread may call."""
+    """The regions of one transport, by address. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._known: dict[int, tuple[Region, object]] = {}
+        self._starts: list[int] = []
+        self._known: list[tuple[Region, object]] = []
 
     def register(self, address: int, nbytes: int, owner: object) -> Region:
         """A new region. Raises Refused where it is empty or overlaps another."""
         if address <= 0 or nbytes <= 0 or address + nbytes > _TOP:
             raise Refused(f"{nbytes} bytes at {address:#x} are no memory that can be registered")
         with self._lock:
-            for other, _ in self._known.values():
+            at = bisect_right(self._starts, address)
+            for other, _ in self._known[max(0, at - 1) : at + 1]:
                 if address < other.address + other.nbytes and other.address < address + nbytes:
                     raise Refused(f"{nbytes} bytes at {address:#x} overlap region {other}; register memory once")
             region = Region(next(self._ids), address, nbytes)
-            self._known[region.id] = (region, owner)
+            self._starts.insert(at, address)
+            self._known.insert(at, (region, owner))
         return region
 
     def unregister(self, region: Region) -> None:
         """Forget a region; one that is not known changes nothing."""
         with self._lock:
-            self._known.pop(region.id, None)
+            at = bisect_right(self._starts, region.address) - 1
+            if at >= 0 and self._known[at][0] == region:
+                del self._starts[at], self._known[at]
 
     def claim(self, address: Ints, length: Ints) -> list[object]:
         """The owners to keep alive while these ranges are written. Raises Malformed unless each is in one region."""
         if len(address) != len(length) or len(address) == 0:
             raise Malformed(f"{len(address)} addresses for {len(length)} lengths")
+        owners = {}
         with self._lock:
-            known = sorted(self._known.values(), key=lambda entry: entry[0].address)
-        starts = np.array([region.address for region, _ in known], np.int64)
-        sizes = np.array([region.nbytes for region, _ in known], np.int64)
-        index = np.searchsorted(starts, address, "right") - 1
-        if index.min() < 0:
-            raise Malformed("a peer would write outside the registered memory")
-        offset = address - starts[index]
-        # Subtractions only, so that no sum of a peer's numbers can overflow.
-        if (length <= 0).any() or (offset >= sizes[index]).any() or (length > sizes[index] - offset).any():
-            raise Malformed("a peer would write outside the registered memory")
-        return [known[i][1] for i in np.unique(index)]
+            for start, nbytes in zip(address.tolist(), length.tolist(), strict=True):
+                at = bisect_right(self._starts, start) - 1
+                region, owner = self._known[at] if at >= 0 else (_NOTHING, None)
+                if not 0 < nbytes <= region.address + region.nbytes - start:
+                    raise Malformed("a peer would write outside the registered memory")
+                owners[region.id] = owner
+        return list(owners.values())
 
 
 def views(address: Ints, length: Ints) -> list[memoryview]:
