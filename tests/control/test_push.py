@@ -1,75 +1,12 @@
 """Pushes between two engines: layers land as they are written, and every end is told to both sides."""
 
-import time
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
+from push_sides import BLOCK, LAYERS, OURS, THEIRS, TOKENS, send, sides, until
 
-from layercast.config import Config
-from layercast.control.push_node import PushNode
 from layercast.control.push_states import PushState
-from layercast.control.pushes import Engine
 from layercast.errors import LayercastError, LayoutMismatch
-from layercast.flow.orders import PushOrder, ReceiveOrder, RemotePairs
-from layercast.move.cpu import CpuMover
-from layercast.spec.groups import GroupKind, GroupSpec
-from layercast.spec.identities import identities_of
-from layercast.testing.faults import FakeClock
-from layercast.testing.oracle import ByteEngine
-from layercast.transport.memory import MemoryHub, MemoryTransport
-
-LAYERS, BLOCK = 4, 4
-SPECS = [
-    GroupSpec("full", GroupKind.FULL, BLOCK, (0, 2)),
-    GroupSpec("window", GroupKind.WINDOW, BLOCK, (1, 3), window=6),
-]
-TOKENS = list(range(50, 50 + 6 * BLOCK))
-
-
-class Side:
-    def __init__(self, hub, clock, model="m", **settings):
-        self.bytes = ByteEngine(SPECS, 20)
-        self.mover = CpuMover()
-        layout = self.bytes.layout
-        engine = Engine(layout, identities_of(layout, model=model), self.mover, Config(**settings), clock)
-        self.node = PushNode(engine, MemoryTransport(hub, b"a secret of sixteen bytes"))
-
-    def close(self):
-        self.node.close(5)
-        self.mover.close(5)
-
-
-@contextmanager
-def sides(prefill_model="m", **settings):
-    hub, clock = MemoryHub(), FakeClock()
-    prefill, decode = Side(hub, clock, prefill_model, **settings), Side(hub, clock, **settings)
-    try:
-        yield prefill, decode, clock
-    finally:
-        prefill.close()
-        decode.close()
-
-
-def pairs(first, last, ours, theirs):
-    return tuple(RemotePairs(g, tuple(ours[first:last]), tuple(theirs[first:last])) for g in range(2))
-
-
-def send(prefill, ticket, ours, parts=((0, 2), (2, 6)), stop_before=None):
-    prefill.node.source.accept(ticket)
-    for number, (first, last) in enumerate(parts):
-        done = number == len(parts) - 1
-        order = PushOrder(ticket.transfer, "r", number, last * BLOCK, pairs(first, last, ours, ticket.blocks[0]), done)
-        for layer in range(LAYERS):
-            if (number, layer) == stop_before:
-                return
-            for block in range(first, last):
-                prefill.bytes.write(layer, ours[block], TOKENS[: (block + 1) * BLOCK])
-            prefill.node.source.written(order, layer)
-            prefill.node.source.written(order, layer)
-
-
-OURS, THEIRS = [9, 3, 4, 5, 12, 1], [2, 7, 8, 6, 15, 14]
+from layercast.flow.orders import ReceiveOrder
 
 
 def test_every_byte_of_every_layer_lands_and_both_sides_know():
@@ -171,10 +108,10 @@ def test_a_byte_that_changes_on_the_way_is_noticed():
         flights = decode.node.target.arrivals(ReceiveOrder(ticket.transfer, "r", 24))
         announced = decode.node.target.push(ticket.transfer).arrival.announced
 
-        def spoil(layer, part, *rest):
-            if (layer, part) == (2, 1):
+        def spoil(layer, last, *rest):
+            if (layer, last) == (2, True):
                 decode.bytes.arrays[2][THEIRS[3]][5] ^= 1
-            announced(layer, part, *rest)
+            announced(layer, last, *rest)
 
         decode.node.target.push(ticket.transfer).arrival.announced = spoil
         send(prefill, ticket, OURS)
@@ -188,11 +125,3 @@ def test_two_models_are_refused_by_the_name_of_the_field():
         ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
         with pytest.raises(LayoutMismatch, match="model"):
             prefill.node.source.accept(ticket)
-
-
-def until(holds, timeout_s=5.0):
-    """Wait for a thread of the other side; the condition is re-read until it holds."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "not within the deadline"
-        time.sleep(0.002)

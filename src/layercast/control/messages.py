@@ -17,7 +17,7 @@ class PushTicket(msgspec.Struct, frozen=True):
 
     transfer: minted once. epoch: of this attempt. address: of the transport. layout: the target memory, by address.
     blocks: for each group, the target of each block index; -1 where none is wanted. tokens: that the push brings.
-    identities: one a group, which both sides must share.
+    identities: one a group, which both sides must share. verify: whether the receiver compares digests.
     """
 
     transfer: str
@@ -29,21 +29,27 @@ class PushTicket(msgspec.Struct, frozen=True):
     tokens: int
     identities: tuple[Identity, ...]
     timeout_s: float
+    verify: bool
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """Sender to receiver, before the first byte: this connection will write the push, and no other may."""
+
+    transfer: str
+    epoch: int
 
 
 class LayerDone(msgspec.Struct, frozen=True, tag="layer"):
     """The bytes of one layer of one part have been written.
 
-    part: number of the part, from 0. last: whether it is the last one. tokens: held once this part is complete.
-    blocks: target blocks of the layer's group, in the order of `digests` (uint64, little-endian).
+    last: whether it is the last part. blocks: target blocks of the layer's group, in the order of `digests` (uint64,
+    little-endian).
     """
 
     transfer: str
     epoch: int
     layer: int
-    part: int
     last: bool
-    tokens: int
     blocks: tuple[int, ...]
     digests: bytes
 
@@ -63,7 +69,7 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
     reason: str
 
 
-PushMessage = LayerDone | Confirmed | Aborted
+PushMessage = Taken | LayerDone | Confirmed | Aborted
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[PushMessage] = msgspec.msgpack.Decoder(PushMessage)

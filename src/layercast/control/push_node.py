@@ -3,7 +3,7 @@
 Does not know requests, schedules or how a ticket travels.
 """
 
-from layercast.control.messages import LayerDone, decode
+from layercast.control.messages import Aborted, Confirmed, decode
 from layercast.control.push_source import PushSource
 from layercast.control.push_target import PushTarget
 from layercast.control.pushes import Engine
@@ -37,8 +37,9 @@ class PushNode:
         """Sort a message to its end; a peer that breaks the protocol is dropped."""
         try:
             said = decode(message)
-            self.target.handle(peer, said)
-            if not isinstance(said, LayerDone):
+            if not isinstance(said, Confirmed):
+                self.target.handle(peer, said)
+            if isinstance(said, Confirmed | Aborted):
                 self.source.handle(peer, said)
         except (Malformed, BadTransition):
             self._transport.disconnect(peer)  # `on_lost` follows once nothing of it can land any more

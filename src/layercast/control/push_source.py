@@ -3,16 +3,23 @@
 Methods belong to the engine's thread; `handle` and `lost` to the transport's. Does not know how a ticket travels.
 """
 
+import math
 import threading
 from dataclasses import dataclass, field
 
-from layercast.control.messages import Aborted, Confirmed, LayerDone, PushMessage, PushTicket, encode
+import msgspec
+
+from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent
 from layercast.control.pushes import Engine, Push
-from layercast.errors import BadTransition, LayoutMismatch, Malformed, Missing, PeerLost
+from layercast.errors import BadTransition, LayoutMismatch, Malformed, Missing, PeerLost, Refused
 from layercast.flow.orders import PushOrder
 from layercast.flow.push import PeerMover, PushRun, routes_to
+from layercast.spec.groups import GroupKind
 from layercast.transport.base import Peer, Transport
+
+CONNECT_S = 5.0
+"""Longest wait for a peer to answer a connection: the engine's thread stands still meanwhile."""
 
 
 @dataclass(eq=False)
@@ -36,23 +43,25 @@ class PushSource:
     def accept(self, ticket: PushTicket) -> None:
         """Take a ticket: connect, and be ready to send.
 
-        Raises LayoutMismatch naming the first field in which the two sides' KV differs, PeerLost, DeadlineExceeded.
+        Raises LayoutMismatch naming the first field in which the two sides' KV differs, Refused for a ticket that
+        can't be or was taken here already, PeerLost, DeadlineExceeded.
         """
         engine = self._engine
         _check_identities(ticket, engine)
+        _check_ticket(ticket)
+        if ticket.transfer in self._pushes:
+            raise Refused(f"{ticket.transfer} was taken already: a ticket is good for one push; ask for a new one")
         routes = routes_to(engine.layout, ticket.layout)
-        peer = self._transport.connect(ticket.address, min(ticket.timeout_s, engine.config.push_timeout_s))
-        push = Outgoing(
-            ticket.transfer,
-            ticket.epoch,
-            engine.clock() + ticket.timeout_s,
-            peer=peer,
-            left=len(engine.layout.layers),
-        )
+        life_s = min(ticket.timeout_s, engine.config.push_timeout_s)
+        deadline = engine.clock() + life_s
+        peer = self._transport.connect(ticket.address, min(life_s, CONNECT_S))
+        push = Outgoing(ticket.transfer, ticket.epoch, deadline, peer=peer, left=len(engine.layout.layers))
         mover = PeerMover(self._transport, peer, engine.mover, engine.keep)
-        push.run = PushRun(ticket.transfer, routes, mover, _Voice(self, push), engine.config, engine.timeline)
+        config = msgspec.structs.replace(engine.config, verify=ticket.verify)
+        push.run = PushRun(ticket.transfer, routes, mover, _Voice(self, push), config, engine.timeline)
         with self._lock:
             self._pushes[ticket.transfer] = push
+        self._tell(push, Taken(ticket.transfer, ticket.epoch))
 
     def written(self, order: PushOrder, layer: int) -> None:
         """The order's blocks are complete in this layer: send them. Never blocks."""
@@ -83,25 +92,29 @@ class PushSource:
             self._transport.disconnect(push.peer)
 
     def expire(self, now: float) -> None:
-        """End the pushes whose deadline has come."""
+        """End the pushes whose deadline has come, and drop whoever may never take what is under way."""
         with self._lock:
-            for push in list(self._pushes.values()):
-                if push.deadline <= now:
-                    self._stop(push, PushEvent.EXPIRE, "push_timeout_s is over")
+            late = [push for push in self._pushes.values() if push.deadline <= now and not push.quiet]
+            for push in late:
+                self._stop(push, PushEvent.EXPIRE, "push_timeout_s is over")
+        for push in late:
+            if push.peer is not None:
+                self._transport.disconnect(push.peer)
 
-    def handle(self, peer: Peer, message: PushMessage) -> None:
+    def handle(self, peer: Peer, message: Confirmed | Aborted) -> None:
         """A message from a decode instance. Raises Malformed for what can't be about a push of ours."""
         with self._lock:
             push = self._pushes.get(message.transfer)
             if push is None or push.epoch != message.epoch:
                 return  # late: it speaks of an attempt that has gone
-            if push.peer != peer:
+            if isinstance(message, Aborted):
+                if push.peer == peer:
+                    self._stop(push, PushEvent.ABORT, message.reason)
+            elif push.peer != peer:
                 raise Malformed(f"{push.transfer} goes to another peer")
-            if isinstance(message, Confirmed):
+            elif push.state in LIVE:
                 push.see(PushEvent.CONFIRM)
                 push.hush()
-            elif isinstance(message, Aborted):
-                self._stop(push, PushEvent.ABORT, message.reason)
 
     def lost(self, peer: Peer) -> None:
         """A peer is gone: nothing more goes there."""
@@ -125,7 +138,7 @@ class PushSource:
             push.left -= message.last
             if push.left == 0:
                 push.see(PushEvent.COMPLETE)
-            self._transport.notify(push.peer, encode(message))
+            self._tell(push, message)
 
     def failed(self, push: Outgoing, error: BaseException) -> None:
         """A copy failed: the peer can't get a whole push any more."""
@@ -140,6 +153,15 @@ class PushSource:
             told = self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
             # Not before the word is out: whoever sees a quiet push may drop its connection.
             told.then(lambda _: push.hush())
+
+    def _tell(self, push: Outgoing, message: Taken | LayerDone) -> None:
+        """Say it; a push of which a word gets lost can't land any more."""
+        try:
+            if push.peer is not None:
+                told = self._transport.notify(push.peer, encode(message))
+                told.then(lambda end: None if end.error is None else self.failed(push, end.error))
+        except Refused as error:
+            self.failed(push, error)
 
     def _stop(self, push: Outgoing, event: PushEvent, reason: str) -> None:
         if push.see(event, reason):
@@ -161,6 +183,25 @@ def _check_identities(ticket: PushTicket, engine: Engine) -> None:
             )
 
 
+def _check_ticket(ticket: PushTicket) -> None:
+    """Raises Refused for what no engine can have offered: tickets come by way of others."""
+    if not ticket.timeout_s > 0 or ticket.tokens < 1:
+        raise Refused(f"{ticket.transfer}: a ticket for {ticket.tokens} tokens and {ticket.timeout_s} s can't be met")
+    if not len(ticket.blocks) == len(ticket.layout.groups) == len(ticket.identities):
+        raise LayoutMismatch(
+            f"{ticket.transfer}: blocks of {len(ticket.blocks)} groups, {len(ticket.layout.groups)} in its layout"
+        )
+    for group, blocks in zip(ticket.layout.groups, ticket.blocks, strict=True):
+        spec = group.spec
+        count = 1 if spec.kind is GroupKind.RECURRENT else math.ceil(ticket.tokens / spec.block_size)
+        wanted = [block for block in blocks if block != -1]
+        if len(blocks) != count or len(set(wanted)) != len(wanted) or not set(wanted) <= set(range(group.blocks)):
+            raise Refused(
+                f"{ticket.transfer}: group {spec.name!r} offers blocks {blocks[:8]}...; {count} different ones in "
+                f"0..{group.blocks - 1} are wanted for {ticket.tokens} tokens, or -1"
+            )
+
+
 class _Voice:
     """Tells the peer of one push what has been sent."""
 
@@ -169,9 +210,7 @@ class _Voice:
 
     def layer_sent(self, order: PushOrder, layer: int, blocks: tuple[int, ...], digests: bytes) -> None:
         """A layer of a part is in the peer's memory."""
-        message = LayerDone(
-            self._push.transfer, self._push.epoch, layer, order.part, order.last, order.tokens, blocks, digests
-        )
+        message = LayerDone(self._push.transfer, self._push.epoch, layer, order.last, blocks, digests)
         self._source.sent(self._push, message)
 
     def push_failed(self, error: BaseException) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 
-from layercast.control.messages import Aborted, Confirmed, LayerDone, PushMessage, PushTicket, encode
+from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent, PushState
 from layercast.control.pushes import Engine, Push
 from layercast.control.ranges import block_ranges
-from layercast.errors import BadTransition, DeadlineExceeded, Malformed, Missing, PeerLost
+from layercast.errors import BadTransition, DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost
 from layercast.flow.orders import ReceiveOrder
 from layercast.flow.receive import Arrival
 from layercast.move.base import Flight
@@ -39,7 +39,10 @@ class PushTarget:
         self._epochs = 0
 
     def offer(self, request: str, tokens: int, blocks: Sequence[Sequence[int]]) -> PushTicket:
-        """Offer blocks (of each group; -1 where none is wanted) to whoever computes the request's first `tokens`."""
+        """Offer blocks (of each group; -1 where none is wanted) to whoever computes the request's first `tokens`.
+
+        Raises Refused where a block is on offer already.
+        """
         wanted = [[block for block in group if block >= 0] for group in blocks]
         engine = self._engine
         with self._lock:
@@ -48,11 +51,8 @@ class PushTarget:
                 transfer=f"push-{token_hex(8)}",
                 epoch=self._epochs,
                 deadline=engine.clock() + engine.config.push_timeout_s,
-                arrival=Arrival(engine.layout, wanted, engine.mover),
-                regions=[
-                    self._transport.register(start, length, engine.keep)
-                    for start, length in block_ranges(engine.layout, wanted)
-                ],
+                arrival=Arrival(engine.layout, wanted, engine.mover, engine.config.verify),
+                regions=self._opened(wanted),
             )
             self._pushes[push.transfer] = push
         return PushTicket(
@@ -65,18 +65,23 @@ class PushTarget:
             tokens=tokens,
             identities=engine.identities,
             timeout_s=engine.config.push_timeout_s,
+            verify=engine.config.verify,
         )
 
     def arrivals(self, order: ReceiveOrder) -> Mapping[int, Flight]:
         """For each layer, the flight that lands when the push has arrived in it. Raises Missing."""
         return self._of(order.transfer).arrival.flights
 
+    def arrived(self, order: ReceiveOrder) -> Arrival:
+        """What has come of a push. Raises Missing."""
+        return self._of(order.transfer).arrival
+
     def push(self, transfer: str) -> Incoming:
         """A push as it stands. Raises Missing."""
         return self._of(transfer)
 
     def withdraw(self, transfer: str, reason: str) -> None:
-        """Give a push up. Its blocks are quiet once the peer has answered, or is gone."""
+        """Give a push up. Its blocks are quiet once the peer has answered or is gone; at the deadline it is dropped."""
         with self._lock:
             push = self._of(transfer)
             if push.see(PushEvent.ABORT, reason):
@@ -91,36 +96,39 @@ class PushTarget:
             del self._pushes[transfer]
 
     def expire(self, now: float) -> None:
-        """End the pushes whose deadline has come."""
+        """End the pushes whose deadline has come, and drop whoever may still be writing them."""
         with self._lock:
-            for push in self._pushes.values():
-                if push.deadline <= now and push.see(PushEvent.EXPIRE, "push_timeout_s is over"):
-                    self._close(push, DeadlineExceeded(f"{push.transfer} had not landed in time"), tell=True)
+            late = [push for push in self._pushes.values() if push.deadline <= now and not push.quiet]
+            for push in late:
+                if push.see(PushEvent.EXPIRE, "push_timeout_s is over"):
+                    self._close(push, DeadlineExceeded(f"{push.transfer} had not landed in time"))
+        for push in late:
+            if push.peer is not None:
+                self._transport.disconnect(push.peer)  # `lost` follows once nothing of it can land any more
 
-    def handle(self, peer: Peer, message: PushMessage) -> None:
+    def handle(self, peer: Peer, message: Taken | LayerDone | Aborted) -> None:
         """A message from a prefill instance. Raises Malformed for what can't be about a push of ours."""
         with self._lock:
             push = self._pushes.get(message.transfer)
-            if push is None or push.epoch != message.epoch:
+            if push is None or push.epoch != message.epoch or (push.peer is None and push.state not in LIVE):
+                if isinstance(message, Taken):
+                    over = Aborted(message.transfer, message.epoch, "the offer has ended; ask for a new one")
+                    self._transport.notify(peer, encode(over))
                 return  # late: it speaks of an attempt that has gone
-            if push.peer not in (None, peer):
-                raise Malformed(f"{push.transfer} is written by another peer already")
-            push.peer = peer
+            if push.peer is None and isinstance(message, Taken):
+                push.peer = peer
             if isinstance(message, Aborted):
-                if push.see(PushEvent.ABORT, message.reason):
-                    self._close(push, PeerLost(f"{push.transfer}: the peer gave it up: {message.reason}"))
-                push.hush()
+                if push.peer == peer:
+                    self._given_up(push, message.reason)
                 return
-        if isinstance(message, LayerDone) and push.state in LIVE:
+            if push.peer != peer:
+                raise Malformed(f"{push.transfer} was taken by another connection, or by none")
+            if isinstance(message, Taken) or push.state not in LIVE:
+                return
             push.see(PushEvent.LAYER)
-            push.arrival.announced(
-                message.layer,
-                message.part,
-                message.last,
-                message.blocks,
-                message.digests,
-                lambda: self._checked(push),
-            )
+        push.arrival.announced(
+            message.layer, message.last, message.blocks, message.digests, lambda error: self._checked(push, error)
+        )
 
     def lost(self, peer: Peer) -> None:
         """A peer is gone: nothing of it lands any more."""
@@ -135,12 +143,30 @@ class PushTarget:
         for transfer in list(self._pushes):
             self.withdraw(transfer, "this instance is closing")
 
-    def _checked(self, push: Incoming) -> None:
+    def _opened(self, blocks: Sequence[Sequence[int]]) -> list[Region]:
+        """The memory of these blocks, open to peers; all of it or none."""
+        regions: list[Region] = []
+        try:
+            for start, length in block_ranges(self._engine.layout, blocks):
+                regions.append(self._transport.register(start, length, self._engine.keep))
+        except LayercastError:
+            for region in regions:
+                self._transport.unregister(region)
+            raise
+        return regions
+
+    def _given_up(self, push: Incoming, reason: str) -> None:
+        """The peer writes no more of it."""
+        if push.see(PushEvent.ABORT, reason):
+            self._close(push, PeerLost(f"{push.transfer}: the peer gave it up: {reason}"))
+        push.hush()
+
+    def _checked(self, push: Incoming, error: LayercastError | None) -> None:
         """A layer of a part has been checked; the last one confirms the push."""
         with self._lock:
-            failed = next((flight.error for flight in push.arrival.flights.values() if flight.error), None)
-            if failed is not None and push.see(PushEvent.DIFFER, str(failed)):
-                self._close(push, Missing(str(failed)), tell=True)
+            if error is not None:
+                if push.see(PushEvent.DIFFER, str(error)):
+                    self._close(push, error, tell=True)
             elif push.arrival.landed and push.state is PushState.MOVING:
                 push.see(PushEvent.COMPLETE)
                 push.see(PushEvent.CONFIRM)
@@ -149,7 +175,7 @@ class PushTarget:
                 if push.peer is not None:
                     self._transport.notify(push.peer, encode(Confirmed(push.transfer, push.epoch)))
 
-    def _close(self, push: Incoming, error: Missing | PeerLost | DeadlineExceeded, tell: bool = False) -> None:
+    def _close(self, push: Incoming, error: LayercastError, tell: bool = False) -> None:
         """Take the memory back and let nobody wait for it any more."""
         for region in push.regions:
             self._transport.unregister(region)

@@ -57,8 +57,11 @@ class Prefiller:
         self._receive(START_S)
 
     def start(self, job: Job) -> None:
-        """Let it compute and push; returns at once."""
-        self._connection.send_bytes(msgspec.msgpack.encode(job))
+        """Let it compute and push; returns at once. Raises PeerLost."""
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(job))
+        except OSError as error:
+            raise PeerLost("the prefill process has died; its own words are above") from error
 
     def done(self, timeout_s: float) -> Done:
         """What it did, once its push has ended. Raises DeadlineExceeded, PeerLost."""
@@ -69,7 +72,7 @@ class Prefiller:
             if not self._connection.poll(timeout_s):
                 raise DeadlineExceeded(f"the prefill process said nothing for {timeout_s:g} s")
             return self._connection.recv_bytes()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise PeerLost("the prefill process has died; its own words are above") from error
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from layercast.config import Config
+from layercast.errors import LayercastError
 from layercast.flow.issue import Batch, Issuer
 from layercast.flow.orders import PushOrder
 from layercast.move.base import DigestFlight, Flight, Mover
@@ -40,7 +41,11 @@ class PeerMover(Mover):
             if error is not None:
                 flight.fail(error)
                 return
-            ticket = self._transport.post(self._peer, writes_of(pieces), (*self._keep, *keep))
+            try:
+                ticket = self._transport.post(self._peer, writes_of(pieces), (*self._keep, *keep))
+            except LayercastError as refused:  # on whichever thread we are, the flight has to end
+                flight.fail(refused)
+                return
             ticket.then(lambda end: flight.land() if end.error is None else flight.fail(end.error))
 
         _when_all(after, post)
@@ -128,7 +133,7 @@ class PushRun:
 
     def written(self, order: PushOrder, layer: int) -> None:
         """The order's blocks are complete in this layer: send them. A repeat changes nothing. Never blocks."""
-        if self._stopped or (order.part, layer) in self._seen:
+        if (order.part, layer) in self._seen:
             return
         self._seen.add((order.part, layer))
         group = self._ways[0].group_of(layer)
@@ -138,15 +143,18 @@ class PushRun:
             return
         ranges = (plan.digest_ranges(layer, read="source", order="target"),) if self._verify else ()
         batch = Batch(self, self._transfer, (layer,), plan.layer(layer), ranges, (self._mover.mark(),))
-        self._sending[batch] = (order, tuple(plan.pairs()[1].tolist()))
+        with self._lock:
+            if self._stopped:
+                return
+            self._sending[batch] = (order, tuple(plan.pairs()[1].tolist()))
         self._issuer.add_saves([batch])
 
     def stop(self) -> None:
         """Send nothing that is still queued; `push_quiet` follows, at once or when the last copy has ended."""
-        for batch in self._issuer.drop(self._transfer):
-            self._left(batch)
         with self._lock:
             self._stopped = True
+        for batch in self._issuer.drop(self._transfer):
+            self._left(batch)
         self._left(None)
 
     @property
@@ -160,12 +168,12 @@ class PushRun:
     def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
         """A layer is in the peer's memory, or never will be."""
         order, blocks = self._sending[batch]
+        self._left(batch)  # before the word goes out: its answer may let others forget this push
         if flight.error is None:
             taken = b"".join(digest.digests.astype("<u8").tobytes() for digest in digests)
             self._announcer.layer_sent(order, batch.layers[0], blocks, taken)
         else:
             self._announcer.push_failed(flight.error)
-        self._left(batch)
 
     def _left(self, batch: Batch | None) -> None:
         """One copy less; the last one after a stop is told, once."""
@@ -188,6 +196,6 @@ class PushRun:
 
 
 def routes_to(engine: Layout, target: Layout) -> tuple[Layout, tuple[Route, ...]]:
-    """The engine's layout and the routes from it to a peer's memory. Raises LayoutMismatch."""
+    """The engine's layout and the routes from it to a peer's memory, of as many groups. Raises LayoutMismatch."""
     pairs = zip(engine.groups, target.groups, strict=True)
     return engine, tuple(route_between(ours, theirs) for ours, theirs in pairs)

@@ -57,7 +57,7 @@ class PushDesk:
         node = self._joined()
         ticket = node.target.offer(request.id, tokens, blocks)
         held = [BlockPairs(g, (), tuple(b for b in named if b >= 0)) for g, named in enumerate(ticket.blocks)]
-        self._space.hold(ticket.transfer, held, lasting=True)
+        self._space.hold(_held(ticket.transfer), held, lasting=True)
         self._incoming[ticket.transfer] = request.id
         request.transfer = ticket.transfer
         request.arriving = node.target.push(ticket.transfer).arrival.flights[min(ticket.layout.layers)]
@@ -97,7 +97,7 @@ class PushDesk:
         last = after == push.ticket.tokens
         if spec.kind is GroupKind.RECURRENT:
             state = request.tables.state
-            return RemotePairs(index, (state,), remote) if last and state is not None else None
+            return RemotePairs(index, (state,), remote) if last and state is not None and remote[0] >= 0 else None
         end = math.ceil(after / spec.block_size) if last else after // spec.block_size
         table = request.tables.groups[index]
         chosen = [
@@ -127,7 +127,7 @@ class PushDesk:
         self.node.expire()
         for transfer in list(self._incoming):
             if self.node.target.push(transfer).quiet:
-                self._space.ended(transfer)
+                self._space.ended(_held(transfer))
         failed = []
         for request, push in list(self._outgoing.items()):
             stand = self.node.source.push(push.ticket.transfer)
@@ -161,7 +161,7 @@ class PushDesk:
     def _forget(self, transfer: str) -> None:
         node = self._joined()
         if node.target.push(transfer).quiet:
-            self._space.ended(transfer)
+            self._space.ended(_held(transfer))
             node.target.forget(transfer)
             del self._incoming[transfer]
 
@@ -169,6 +169,11 @@ class PushDesk:
         if self.node is None:
             raise Refused("this engine has no transport, so nothing can be pushed: open it with one")
         return self.node
+
+
+def _held(transfer: str) -> str:
+    """What holds a push's blocks: not the order that a forward received it by, which ends before the peer lets go."""
+    return f"{transfer} on offer"
 
 
 def wait_for_first_layer(request: Request, timeout_s: float) -> None:
