@@ -104,6 +104,10 @@ class OutOfMemory(Refused):
     """The system refused the host memory that was asked for; the message says how much and what to lower."""
 
 
+class DeviceFailed(LayercastError):
+    """A call into a device's driver failed; the message names it. What it was to copy must be recomputed."""
+
+
 class BrokenInvariant(LayercastError):
     """Something that always holds does not: a bug of this package. Report it with the message."""
 

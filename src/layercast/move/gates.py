@@ -43,6 +43,11 @@ class CpuGate(Gate):
                 raise DeadlineExceeded(f"layer {layer} lacks {self._missing[layer]} copies after {timeout_s:g} s")
             return time.monotonic() - start
 
+    def is_open(self, layer: int) -> bool:
+        """Whether nothing is missing for the layer. Never blocks."""
+        with self._changed:
+            return layer not in self._missing
+
     def reset(self) -> None:
         """Open every gate and forget what was armed; late flights of the old arming change nothing."""
         with self._changed:

@@ -1,0 +1,196 @@
+"""Every call into the CUDA driver, by ctypes over libcuda: the one file to port for another accelerator.
+
+Pointers, handles and sizes are plain integers. Does not know pieces, flights or gates. Importable anywhere; only making
+a `Driver` needs a device. All arguments are declared as 64-bit integers, so that a compiled loop can call the very same
+function pointers (see cuda_issue); the driver reads the low half where it wants 32 bits.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layercast.errors import DeviceFailed, OutOfMemory, Refused
+
+HOST, DEVICE, PAGEABLE = 1, 2, 0
+"""Where an address lies: pinned host memory, device memory, or host memory the device can't reach by itself."""
+_NO_MEMORY, _NOT_READY, _UNSUPPORTED = 2, 600, 801
+_BLOCKING_SYNC, _DISABLE_TIMING, _NON_BLOCKING, _PORTABLE = 1, 2, 1, 1
+_MEMORY_TYPE = 2
+_STREAM_ORDER = 1
+
+Call = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that programs are made of; each returns 0 or an error code.
+
+    copy(to, from, bytes, stream);
+    copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
+    record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
+    parameters, 0); write(stream, address, value, 0): a 32-bit word, in stream order; syscall: libc's.
+    """
+
+    copy: Call
+    copy_batch: Call
+    record: Call
+    wait: Call
+    launch: Call
+    write: Call
+    syscall: Call
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: read sources in stream order, no hints."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("order", "source", "source_id", "target", "target_id", "flags")]
+
+
+class Driver:
+    """One device's primary context. Every thread that calls must `bind` first. Methods raise DeviceFailed."""
+
+    def __init__(self, device: int = 0) -> None:
+        try:
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise Refused(f"no CUDA driver here ({error}); use the CPU mover, or install NVIDIA's driver") from error
+        self.check("cuInit", self._lib.cuInit(0))
+        self.device = device
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        self.check("cuDeviceGet", self._lib.cuDeviceGet(ctypes.byref(handle), device))
+        self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+        self._context = context
+        self._attributes = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0)
+        self._first = ctypes.c_size_t(0)
+        self.batch_attributes = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
+        """Addresses of the attributes and their index, as `copy_batch` wants them."""
+        self.calls = self._calls()
+        self._query = self._typed("cuEventQuery", 1)
+        self._synchronize = self._typed("cuEventSynchronize", 1)
+        self._wait_value = self._typed("cuStreamWaitValue32_v2", 4)
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the context current on the calling thread."""
+        self.check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(self._context))
+
+    def check(self, what: str, code: int) -> None:
+        """Raise DeviceFailed, or OutOfMemory, unless `code` is 0."""
+        if code == 0:
+            return
+        text = f"{what} failed: {self.name_of(code)}"
+        if code == _NO_MEMORY:
+            raise OutOfMemory(f"{text}; lower gpu_staging_bytes or host_bytes, or free memory")
+        raise DeviceFailed(f"{text}; the copy did not happen, and a device that keeps failing needs a new process")
+
+    def name_of(self, code: int) -> str:
+        """The driver's name of an error code."""
+        text = ctypes.c_char_p()
+        self._lib.cuGetErrorName(code, ctypes.byref(text))
+        return f"{(text.value or b'an unknown error').decode()} ({code})"
+
+    def stream(self, *, urgent: bool) -> int:
+        """A new stream that ignores the legacy default one; urgent: its kernels go before those of other streams."""
+        least, most, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        self.check(
+            "cuCtxGetStreamPriorityRange",
+            self._lib.cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(most)),
+        )
+        made = self._lib.cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, most if urgent else least)
+        self.check("cuStreamCreateWithPriority", made)
+        return stream.value or 0
+
+    def drop_stream(self, stream: int) -> None:
+        """Give a stream back once its work is done."""
+        self.check("cuStreamDestroy", self._lib.cuStreamDestroy_v2(ctypes.c_void_p(stream)))
+
+    def event(self) -> int:
+        """A new event without timing, on which a thread can sleep."""
+        event = ctypes.c_void_p()
+        made = self._lib.cuEventCreate(ctypes.byref(event), _BLOCKING_SYNC | _DISABLE_TIMING)
+        self.check("cuEventCreate", made)
+        return event.value or 0
+
+    def drop_event(self, event: int) -> None:
+        """Give an event back; what waits for it on a stream goes on waiting."""
+        self._lib.cuEventDestroy_v2(ctypes.c_void_p(event))
+
+    def happened(self, event: int) -> bool:
+        """Whether the work before the event's last record is done."""
+        code = self._query(event)
+        if code != _NOT_READY:
+            self.check("cuEventQuery", code)
+        return code == 0
+
+    def sleep_until(self, event: int) -> None:
+        """Block this thread, not the interpreter, until the event has happened."""
+        self.check("cuEventSynchronize", self._synchronize(event))
+
+    def stream_waits_for_value(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream until the 32-bit word at `address` is at least `value`. May be captured in a graph."""
+        self.check("cuStreamWaitValue32", self._wait_value(stream, address, value, 0))
+
+    def stream_writes_value(self, stream: int, address: int, value: int) -> None:
+        """Write a 32-bit word in stream order. May be captured in a graph."""
+        self.check("cuStreamWriteValue32", self.calls.write(stream, address, value, 0))
+
+    def kind_of(self, address: int) -> int:
+        """HOST, DEVICE, or PAGEABLE for memory that this driver has not been told of."""
+        kind = ctypes.c_uint(0)
+        code = self._lib.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+        return int(kind.value) if code == 0 else PAGEABLE
+
+    def host_memory(self, nbytes: int) -> int:
+        """Address of new pinned host memory. Raises OutOfMemory."""
+        address = ctypes.c_void_p()
+        made = self._lib.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE)
+        self.check(f"pinning {nbytes} bytes", made)
+        return address.value or 0
+
+    def drop_host_memory(self, address: int) -> None:
+        """Free what `host_memory` gave."""
+        self.check("cuMemFreeHost", self._lib.cuMemFreeHost(ctypes.c_void_p(address)))
+
+    def device_memory(self, nbytes: int) -> int:
+        """Address of new device memory. Raises OutOfMemory."""
+        address = ctypes.c_uint64()
+        made = self._lib.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
+        self.check(f"{nbytes} bytes of device memory", made)
+        return int(address.value)
+
+    def drop_device_memory(self, address: int) -> None:
+        """Free what `device_memory` gave."""
+        self.check("cuMemFree", self._lib.cuMemFree_v2(ctypes.c_uint64(address)))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, so that the device can copy from and to it by itself."""
+        code = self._lib.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
+        self.check(f"pinning {nbytes} bytes", code)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, by the address it was given."""
+        self.check("cuMemHostUnregister", self._lib.cuMemHostUnregister(ctypes.c_void_p(address)))
+
+    def _calls(self) -> Calls:
+        batch = self._typed("cuMemcpyBatchAsync_v2", 8) if hasattr(self._lib, "cuMemcpyBatchAsync_v2") else None
+        syscall = ctypes.CDLL(None).syscall
+        syscall.restype, syscall.argtypes = ctypes.c_long, [ctypes.c_int64] * 7
+        return Calls(
+            copy=self._typed("cuMemcpyAsync", 4),
+            copy_batch=batch or self._typed("cuMemcpyBatchAsync", 8),
+            record=self._typed("cuEventRecord", 2),
+            wait=self._typed("cuStreamWaitEvent", 3),
+            launch=self._typed("cuLaunchKernel", 11),
+            write=self._typed("cuStreamWriteValue32_v2", 4),
+            syscall=syscall,
+        )
+
+    def _typed(self, name: str, arguments: int) -> Call:
+        call = getattr(self._lib, name)
+        call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
+        return call  # type: ignore[no-any-return]
+
+    @property
+    def batches(self) -> bool:
+        """Whether one call can copy many pieces (drivers of CUDA 13 and later)."""
+        return hasattr(self._lib, "cuMemcpyBatchAsync_v2")

@@ -1,0 +1,152 @@
+"""Gates of a forward on a device: by events, for forwards that call hooks, and by flags, for captured ones.
+
+Neither knows what the flights copy.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from layercast.errors import BadTransition, DeadlineExceeded
+from layercast.move.base import Flight, Gate
+from layercast.move.cuda import torch_stream
+from layercast.move.cuda_driver import Driver
+from layercast.move.cuda_flights import CudaFlight
+from layercast.move.flights import landed
+from layercast.move.gates import CpuGate
+from layercast.move.words import words_at
+
+_LOOK_AGAIN_S = 0.05
+"""A waiter that a reset passed by between two looks sleeps no longer than this."""
+
+
+class CudaGate(Gate):
+    """The caller's stream waits for the copies; the caller itself only until they stand on theirs.
+
+    A flight that is not the device's (bytes from a peer) is waited for by the caller, as on a CPU.
+    """
+
+    def __init__(self, driver: Driver, current_stream: Callable[[], int] | None = None) -> None:
+        self._driver = driver
+        self._current_stream = current_stream or torch_stream
+        self._host = CpuGate()
+        self._lock = threading.Lock()
+        self._flights: dict[int, list[CudaFlight]] = {}
+        self._counts: dict[int, int] = {}
+        self._epoch = 0
+
+    def arm(self, flights: Mapping[int, int]) -> None:
+        """Close each layer's gate until that many flights stand on a stream, or have ended.
+
+        Raises BadTransition while one is closed.
+        """
+        with self._lock:
+            closed = [layer for layer, ours in self._flights.items() if any(_under_way(flight) for flight in ours)]
+            if closed:
+                raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
+            self._host.arm(flights)
+            self._epoch += 1
+            self._counts = {layer: count for layer, count in flights.items() if count > 0}
+            self._flights = {}
+
+    def open(self, layer: int, after: Flight) -> None:
+        """Count `after` against the layer's gate. Returns at once."""
+        if not isinstance(after, CudaFlight):
+            self._host.open(layer, after)
+            return
+        with self._lock:
+            ours = self._flights.setdefault(layer, [])
+            if len(ours) < self._counts.get(layer, 0):
+                ours.append(after)
+        self._host.open(layer, landed())
+
+    def wait(self, layer: int, timeout_s: float) -> float:
+        """Make the caller's stream wait for the layer's copies; seconds the caller was blocked.
+
+        Raises DeadlineExceeded after `timeout_s` seconds.
+        """
+        start, epoch = time.monotonic(), self._epoch
+        blocked = self._host.wait(layer, timeout_s)
+        for flight in self._flights.get(layer, ()):
+            if not flight.recorded and not flight.done:
+                self._sleep(flight, layer, epoch, start + timeout_s)
+                blocked = time.monotonic() - start
+            if epoch == self._epoch and flight.recorded:
+                code = self._driver.calls.wait(self._current_stream(), flight.event.handle, 0)
+                self._driver.check("cuStreamWaitEvent", code)
+        return blocked
+
+    def reset(self) -> None:
+        """Open every gate and forget what was armed; late flights of the old arming change nothing."""
+        with self._lock:
+            self._epoch += 1
+            self._counts, self._flights = {}, {}
+        self._host.reset()
+
+    def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
+        while epoch == self._epoch and (left := deadline - time.monotonic()) > 0:
+            if flight.sleep_until_recorded(min(left, _LOOK_AGAIN_S)):
+                return
+        if epoch == self._epoch:
+            raise DeadlineExceeded(f"layer {layer}: a copy has not been issued in time")
+
+
+class FlagGate(Gate):
+    """One 32-bit flag a layer in pinned memory, on which a captured forward waits by itself.
+
+    `capture_wait` puts the wait into a graph, once; every step then arms, launches the graph, and loads. The copies
+    set the flags: hand `flag(layer)` to `CudaMover.submit_all`, or let `open` set them from the host. A flag that
+    nobody sets holds the device: whoever launches the graph calls `reset` by its own deadline, which sets them all.
+    Arm only while no graph that waits on these flags is under way.
+    """
+
+    def __init__(self, driver: Driver, layers: int) -> None:
+        self._driver = driver
+        self._layers = layers
+        self._base = driver.host_memory(4 * layers)
+        self._flags = words_at(self._base, layers)
+        self._flags[:] = 1
+        self._host = CpuGate()
+
+    def flag(self, layer: int) -> int:
+        """The address of a layer's flag: 0 = closed, 1 = open."""
+        return self._base + 4 * layer
+
+    def capture_wait(self, layer: int, stream: int) -> None:
+        """Have the stream, or the graph it is being captured into, wait for the layer's flag."""
+        self._driver.stream_waits_for_value(stream, self.flag(layer), 1)
+
+    def arm(self, flights: Mapping[int, int]) -> None:
+        """Close the flags of layers that something moves in. Raises BadTransition while one is closed."""
+        self._host.arm(flights)
+        for layer in range(self._layers):
+            self._flags[layer] = 0 if flights.get(layer, 0) else 1
+
+    def open(self, layer: int, after: Flight) -> None:
+        """Count `after` against the layer's gate once it has ended, well or not; the last of them sets the flag."""
+        self._host.open(layer, after)
+        after.then(lambda _: self._set(layer))
+
+    def wait(self, layer: int, timeout_s: float) -> float:
+        """Block the caller until the layer's gate is open, for forwards that are not captured.
+
+        Raises DeadlineExceeded.
+        """
+        return self._host.wait(layer, timeout_s)
+
+    def reset(self) -> None:
+        """Set every flag and forget what was armed."""
+        self._host.reset()
+        self._flags[:] = 1
+
+    def close(self) -> None:
+        """Give the flags' memory back. No graph that waits on them may run any more."""
+        self._driver.drop_host_memory(self._base)
+
+    def _set(self, layer: int) -> None:
+        if self._host.is_open(layer):
+            self._flags[layer] = 1
+
+
+def _under_way(flight: CudaFlight) -> bool:
+    return not flight.recorded and not flight.done

@@ -1,0 +1,221 @@
+"""One direction of a device: its streams, its staging memory, and the programs that move rows over them.
+
+Copies of one lane happen in the order in which their programs are issued. Does not know flights, gates or layers.
+"""
+
+import ctypes
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layercast.errors import OutOfMemory
+from layercast.move.cuda_driver import Driver
+from layercast.move.cuda_program import EVERYBODYS, Program
+from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, stretches, way_of
+from layercast.move.kernels.pieces import PieceKernel, table_of
+
+_log = logging.getLogger("layercast")
+
+SLOTS = 3
+"""Parts of the staging buffer: one fills, one empties, one between them."""
+GRID = {Way.STAGED: 16, Way.KERNEL: 32}
+"""Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model."""
+LOCAL_GRID = 64
+TABLES = 8
+"""Programs under way at a time that use the kernel; one more waits for the first to end."""
+TABLE_BYTES = 1 << 20
+"""Room for the kernel's tables of one program: 43,000 pieces."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """A part of the staging buffer, and the event after which it may be filled again."""
+
+    address: int
+    free: int
+
+
+@dataclass(slots=True)
+class Tables:
+    """The kernel's tables of one program, written in pinned memory, read in device memory."""
+
+    host: int
+    device: int
+    free: int
+    filled: int
+    used: int = 0
+
+    def add(self, source: Ints, target: Ints, length: Ints) -> tuple[int, int]:
+        """Append one launch's table: (address in device memory, columns)."""
+        table = table_of(source, target, length)
+        ctypes.memmove(self.host + self.used, table.ctypes.data, table.nbytes)
+        address = self.device + self.used
+        self.used += table.nbytes
+        return address, table.shape[1]
+
+
+@dataclass(slots=True)
+class Staging:
+    """What a lane has taken of device and pinned memory."""
+
+    slots: list[Slot] = field(default_factory=list)
+    slot_bytes: int = 0
+    nth_slot: int = 0
+    tables: list[Tables] = field(default_factory=list)
+    nth_tables: int = 0
+    blocks: list[tuple[str, int]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def slot(self) -> Slot:
+        """The slot whose turn it is."""
+        self.nth_slot += 1
+        return self.slots[self.nth_slot % SLOTS]
+
+
+class Lane:
+    """Streams and staging of one direction. Used by one thread, which has bound the driver."""
+
+    def __init__(self, driver: Driver, direction: Direction, kernel: PieceKernel | None, staging_limit: int) -> None:
+        self.driver = driver
+        self.direction = direction
+        self.costs = DEFAULT_COSTS[direction]
+        self.kernel = kernel
+        self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
+        self.staging = Staging()
+        self._tail, self._filled = driver.event(), driver.event()
+        self._tables: Tables | None = None
+        if kernel is not None:
+            self._take_tables()
+            if direction is not Direction.LOCAL and staging_limit:
+                self._take_slots(staging_limit // SLOTS // 256 * 256)
+
+    def close(self) -> None:
+        """Give everything back; nothing may be in flight."""
+        staging, self.staging = self.staging, Staging()
+        for stream in (self.copy, self.spread):
+            self.driver.drop_stream(stream)
+        for tables in staging.tables:
+            self.driver.drop_event(tables.free)
+            self.driver.drop_event(tables.filled)
+        for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
+            self.driver.drop_event(event)
+        for kind, address in staging.blocks:
+            (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
+
+    def way(self, rows: Rows) -> Way:
+        """How these rows are to move."""
+        # A launch has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
+        kernel = bool(self.staging.tables) and 24 * 2 * (len(rows) + 2) <= TABLE_BYTES
+        fits = bool(self.staging.slots) and int(rows.length.max(initial=0)) <= self.staging.slot_bytes
+        return way_of(rows, self.direction, self.costs, staging=fits, kernel=kernel)
+
+    def start(self, program: Program, waits: list[int], way: Way) -> int:
+        """The first rows of a program: behind these events, and behind all that this lane did before.
+
+        Returns what `finish` wants back.
+        """
+        for stream in (self.copy, self.spread):
+            program.wait(stream, self._tail)
+            for event in waits:
+                program.wait(stream, event)
+        if way is not Way.ENGINE:
+            self.staging.nth_tables += 1
+            self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
+            self.driver.sleep_until(self._tables.free)
+            self._tables.used = 0
+        return len(program.rows)
+
+    def move(self, program: Program, rows: Rows, way: Way, *, pinned: bool) -> int:
+        """Add the rows' copies; the stream behind which they are complete. pinned: the device reaches both sides."""
+        if way is Way.ENGINE or not len(rows):
+            program.copies(rows.target, rows.source, rows.length, self.copy, batched=pinned and self.driver.batches)
+            return self.copy
+        if way is Way.KERNEL:
+            grid = LOCAL_GRID if self.direction is Direction.LOCAL else GRID[way]
+            self._launch(program, rows, rows.source, rows.target, grid, self.copy)
+            return self.copy
+        self._staged(program, rows)
+        return self.spread if self.direction is Direction.UP else self.copy
+
+    def finish(self, program: Program, started: int, stream: int) -> None:
+        """The last rows of a program, and the upload of its tables before the first that reads one."""
+        tables, self._tables = self._tables, None
+        if tables is not None:
+            program.record(tables.free, stream)
+            first = program.rows[started:]
+            del program.rows[started:]
+            program.owner = EVERYBODYS
+            one = np.ones(1, np.int64)
+            program.copies(one * tables.device, one * tables.host, one * tables.used, self.copy, batched=False)
+            program.record(tables.filled, self.copy)
+            program.wait(self.spread, tables.filled)
+            program.rows += first
+        program.record(self._tail, stream)
+
+    def _staged(self, program: Program, rows: Rows) -> None:
+        up = self.direction is Direction.UP
+        order, stretch = stretches(rows.source if up else rows.target, rows.length)
+        rows = rows.take(order)
+        ends = np.cumsum(rows.length)
+        first = 0
+        while first < len(rows):
+            skipped = int(ends[first] - rows.length[first])
+            last = int(np.searchsorted(ends, skipped + self.staging.slot_bytes, side="right"))
+            part, slot = rows.take(slice(first, last)), self.staging.slot()
+            staged = slot.address + ends[first:last] - part.length - skipped
+            heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
+            length = np.add.reduceat(part.length, heads)
+            if up:
+                program.wait(self.copy, slot.free)
+                program.copies(staged[heads], part.source[heads], length, self.copy, batched=self.driver.batches)
+                self._hand_over(program, self.copy, self.spread)
+                self._launch(program, part, staged, part.target, GRID[Way.STAGED], self.spread)
+                program.record(slot.free, self.spread)
+            else:
+                program.wait(self.spread, slot.free)
+                self._launch(program, part, part.source, staged, GRID[Way.STAGED], self.spread)
+                self._hand_over(program, self.spread, self.copy)
+                program.copies(part.target[heads], staged[heads], length, self.copy, batched=self.driver.batches)
+                program.record(slot.free, self.copy)
+            first = last
+
+    def _launch(self, program: Program, rows: Rows, source: Ints, target: Ints, grid: int, stream: int) -> None:
+        assert self.kernel is not None
+        assert self._tables is not None
+        table, columns = self._tables.add(source, target, rows.length)
+        values = self.kernel.values(table, columns, len(rows), int(rows.length.max()))
+        program.launch(self.kernel.function, grid, self.kernel.threads, self.kernel.shared, stream, values)
+
+    def _hand_over(self, program: Program, from_: int, to: int) -> None:
+        """What `to` gets next goes behind all that `from_` has now."""
+        program.record(self._filled, from_)
+        program.wait(to, self._filled)
+
+    def _take_tables(self) -> None:
+        """Memory for the kernel's tables; without it there is no kernel."""
+        host = self._take("host", TABLES * TABLE_BYTES)
+        device = self._take("device", TABLES * TABLE_BYTES) if host else 0
+        if device:
+            steps = range(0, TABLES * TABLE_BYTES, TABLE_BYTES)
+            event = self.driver.event
+            self.staging.tables = [Tables(host + step, device + step, event(), event()) for step in steps]
+
+    def _take_slots(self, nbytes: int) -> None:
+        """Device memory to stage in; without it copies are not staged."""
+        base = self._take("device", SLOTS * nbytes) if self.staging.tables else 0
+        if base:
+            self.staging.slot_bytes = nbytes
+            self.staging.slots = [Slot(base + nth * nbytes, self.driver.event()) for nth in range(SLOTS)]
+
+    def _take(self, kind: str, nbytes: int) -> int:
+        """An address of new memory, or 0 where there is no more."""
+        take = self.driver.host_memory if kind == "host" else self.driver.device_memory
+        try:
+            address = take(nbytes)
+        except OutOfMemory as error:
+            _log.warning("copies go without staging: %s", error)
+            return 0
+        self.staging.blocks.append((kind, address))
+        self.staging.nbytes += nbytes
+        return address

@@ -1,0 +1,123 @@
+"""Which way a batch of pieces should go between two memories, from its shape and a few measured costs. Pure.
+
+Does not know streams, kernels or addresses of tensors.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from layercast.plan.pieces import Pieces
+
+Ints = npt.NDArray[np.int64]
+WORD = 16
+"""Bytes a kernel moves at a time: what it moves must start and end on a multiple."""
+
+
+class Way(StrEnum):
+    """How a batch moves."""
+
+    ENGINE = "engine"
+    """The copy engine alone, piece by piece, in few calls."""
+    STAGED = "staged"
+    """Long copies between host memory and a staging buffer; a small kernel between that and the blocks."""
+    KERNEL = "kernel"
+    """A kernel that reads one memory and writes the other."""
+
+
+class Direction(StrEnum):
+    """From where to where; copies of one direction keep their order."""
+
+    UP = "up"
+    """Host to device."""
+    DOWN = "down"
+    """Device to host."""
+    LOCAL = "local"
+    """Inside the device, or inside the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one direction of one link costs.
+
+    gbps: 1e9 bytes a second of a long copy; piece_us: least microseconds of the copy engine for one piece; stage_us:
+    extra microseconds of a staged batch; kernel_gbps: what a kernel reaches on the link beside compute.
+    """
+
+    gbps: float
+    piece_us: float
+    stage_us: float
+    kernel_gbps: float
+
+
+DEFAULT_COSTS = {
+    Direction.UP: Costs(50.0, 1.0, 40.0, 14.0),
+    Direction.DOWN: Costs(50.0, 0.9, 40.0, 14.0),
+    Direction.LOCAL: Costs(1000.0, 1.0, 10.0, 800.0),
+}
+"""One H100 on PCIe 5.0 x16 (bench/results/gpu_h100.json); `CudaMover.measure` replaces them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Pieces without runs: one row a copy, none of them empty. `batch`: the number of the list each came from."""
+
+    source: Ints
+    target: Ints
+    length: Ints
+    batch: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def take(self, index: "slice | Ints") -> "Rows":
+        """The chosen rows."""
+        return Rows(self.source[index], self.target[index], self.length[index], self.batch[index])
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a kernel can move them: all addresses and lengths are multiples of WORD."""
+        both = np.bitwise_or(np.bitwise_or(self.source, self.target), self.length)
+        return bool(int(np.bitwise_or.reduce(both, initial=0)) % WORD == 0)
+
+
+def rows_of(lists: "list[Pieces]") -> Rows:
+    """All lists of pieces as rows, each list's rows together and in order."""
+    pieces = Pieces.join(lists)
+    batch = np.repeat(np.arange(len(lists)), [len(part) for part in lists])
+    count = np.where(pieces.length > 0, pieces.count, 0)
+    if not (count == 1).all():
+        index = np.repeat(np.arange(len(count)), count)
+        nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+        source = pieces.source[index] + nth * pieces.source_stride[index]
+        target = pieces.target[index] + nth * pieces.target_stride[index]
+        return Rows(source, target, pieces.length[index], batch[index])
+    return Rows(pieces.source, pieces.target, pieces.length, batch)
+
+
+def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """(order by address, for each row in that order the number of its unbroken stretch of memory)."""
+    order = np.argsort(address, kind="stable")
+    at, nbytes = address[order], length[order]
+    breaks = at[1:] != at[:-1] + nbytes[:-1]
+    return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
+
+
+def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
+    """The way expected to take least time; the copy engine alone where another gains less than a tenth."""
+    count = len(rows)
+    if count < 2 or not kernel or not rows.aligned:
+        return Way.ENGINE
+    nbytes = int(rows.length.sum())
+    link_us = nbytes / costs.gbps / 1e3
+    took = {
+        Way.ENGINE: 1.0 / 1.1 * max(link_us, count * costs.piece_us),
+        Way.KERNEL: nbytes / costs.kernel_gbps / 1e3,
+    }
+    if staging and direction is not Direction.LOCAL:
+        host = rows.source if direction is Direction.UP else rows.target
+        runs = int(stretches(host, rows.length)[1][-1]) + 1
+        took[Way.STAGED] = costs.stage_us + max(link_us, runs * costs.piece_us)
+    return min(took, key=lambda way: took[way])

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside a reference that must equal it bit for bit. Importable without Triton or a device."""

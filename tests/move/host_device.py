@@ -1,0 +1,159 @@
+"""A device made of host memory: the driver's calls, carried out at once. It checks the logic round them, not CUDA.
+
+Streams and events are numbers; every call is written down, so that a test can ask what was ordered behind what.
+"""
+
+import ctypes
+import threading
+
+import numpy as np
+
+from layercast.move import words
+from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls
+from layercast.move.kernels.pieces import PieceKernel, copy_reference
+
+KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
+
+
+def _array(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+
+class HostDevice:
+    """Stands where `cuda_driver.Driver` does."""
+
+    batches = True
+    batch_attributes = (0, 0)
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.room = room
+        self.failing: dict[str, int] = {}
+        self.memory: dict[int, tuple[int, int, np.ndarray]] = {}
+        self.pinned: dict[int, int] = {}
+        self.live: set[int] = set()
+        self._lock = threading.Lock()
+        self._last = 0
+        sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "write": 4}
+        made = {name: self._call(name, size) for name, size in sizes.items()}
+        self.calls = Calls(**made, syscall=words._syscall)
+
+    def _call(self, name: str, arguments: int):
+        def call(*given: int) -> int:
+            self.log.append((name, *given))
+            if name in self.failing:
+                return self.failing[name]
+            getattr(self, f"_{name}")(*given)
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * arguments)(call)
+
+    def _copy(self, to: int, from_: int, nbytes: int, _stream: int) -> None:
+        ctypes.memmove(to, from_, nbytes)
+
+    def _copy_batch(self, to: int, from_: int, nbytes: int, count: int, *_rest: int) -> None:
+        for row in zip(*(_array(at, count).tolist() for at in (to, from_, nbytes)), strict=True):
+            ctypes.memmove(*row)
+
+    def _record(self, event: int, stream: int) -> None:
+        assert event in self.live
+
+    def _wait(self, stream: int, event: int, _flags: int) -> None:
+        assert event in self.live
+
+    def _write(self, _stream: int, address: int, value: int, _flags: int) -> None:
+        ctypes.c_int32.from_address(address).value = value
+
+    def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, parameters, _extra) -> None:
+        assert function == KERNEL.function
+        source, target, length, pieces, chunks = (_array(at, 1)[0] for at in _array(parameters, 5).tolist())
+        columns = [_array(int(at), int(pieces)) for at in (source, target, length)]
+        assert chunks * 16384 >= columns[2].max() * 8
+        copy_reference(columns[0], columns[1], columns[2] * 8)
+
+    def bind(self) -> None: ...
+
+    def check(self, what: str, code: int) -> None:
+        from layercast.errors import DeviceFailed, OutOfMemory
+
+        if code == 2:
+            raise OutOfMemory(what)
+        if code:
+            raise DeviceFailed(f"{what} failed: {code}")
+
+    def _new(self) -> int:
+        with self._lock:
+            self._last += 1
+            self.live.add(self._last)
+            return self._last
+
+    def stream(self, *, urgent: bool) -> int:
+        return self._new()
+
+    def drop_stream(self, stream: int) -> None:
+        self.live.remove(stream)
+
+    def event(self) -> int:
+        return self._new()
+
+    def drop_event(self, event: int) -> None:
+        self.live.remove(event)
+
+    def happened(self, event: int) -> bool:
+        return True
+
+    def sleep_until(self, event: int) -> None:
+        assert event in self.live
+        self.check("sleeping", self.failing.get("sleep", 0))
+
+    def kind_of(self, address: int) -> int:
+        if any(first <= address < first + size for first, size in self.pinned.items()):
+            return HOST
+        kinds = [kind for base, (kind, size, _) in self.memory.items() if base <= address < base + size]
+        return kinds[0] if kinds else PAGEABLE
+
+    def _take(self, kind: int, nbytes: int) -> int:
+        if nbytes > self.room:
+            self.check(f"{nbytes} bytes", 2)
+        array = np.zeros(nbytes + 256, np.uint8)
+        address = -(-array.ctypes.data // 256) * 256
+        self.memory[address] = (kind, nbytes, array)
+        return address
+
+    def host_memory(self, nbytes: int) -> int:
+        return self._take(HOST, nbytes)
+
+    def device_memory(self, nbytes: int) -> int:
+        return self._take(DEVICE, nbytes)
+
+    def drop_host_memory(self, address: int) -> None:
+        del self.memory[address]
+
+    drop_device_memory = drop_host_memory
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.check("pinning", self.failing.get("pin", 0) if len(self.pinned) >= 2 else 0)
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+class DeviceMemory:
+    """What law books allocate from: one kind of a device's memory, or both in turn."""
+
+    def __init__(self, device: HostDevice, kinds: tuple[int, ...]) -> None:
+        self._device = device
+        self._kinds = kinds
+        self._made = 0
+
+    def alloc(self, nbytes: int) -> int:
+        kind = self._kinds[self._made % len(self._kinds)]
+        self._made += 1
+        return self._device.device_memory(nbytes) if kind == DEVICE else self._device.host_memory(nbytes)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))

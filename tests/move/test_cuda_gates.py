@@ -1,0 +1,97 @@
+import threading
+
+import pytest
+from host_device import DeviceMemory, HostDevice
+
+from layercast.errors import BadTransition, DeadlineExceeded
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_driver import DEVICE
+from layercast.move.cuda_gates import CudaGate, FlagGate
+from layercast.move.cuda_issue import plain_issue
+from layercast.move.flights import HostFlight
+from layercast.testing.gate_laws import GateLaws
+from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
+
+
+class TestCudaGate(GateLaws):
+    def make_gate(self):
+        return CudaGate(HostDevice(), lambda: 1)
+
+
+class TestFlagGate(GateLaws):
+    def make_gate(self):
+        return FlagGate(HostDevice(), 8)
+
+
+@pytest.fixture
+def device():
+    return HostDevice()
+
+
+@pytest.fixture
+def mover(device):
+    mover = CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1)
+    yield mover
+    mover.close(SOON_S)
+
+
+@pytest.fixture
+def batch(device):
+    memory = DeviceMemory(device, (DEVICE,))
+    return pieces_of((memory.alloc(64), memory.alloc(64), 64))
+
+
+def test_the_callers_stream_waits_for_a_copy_that_is_recorded(device, mover, batch):
+    gate = CudaGate(device, lambda: 99)
+    gate.arm({0: 1})
+    flight = mover.submit(batch)
+    gate.open(0, flight)
+    gate.wait(0, SOON_S)
+    assert ("wait", 99, flight.event.handle, 0) in device.log
+    gate.arm({0: 1})
+    gate.reset()
+
+
+def test_a_copy_that_is_not_issued_yet_blocks_the_caller_until_its_deadline(device, mover, batch):
+    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate.arm({0: 1})
+    gate.open(0, mover.submit(batch, after=[arrival]))
+    with pytest.raises(DeadlineExceeded, match="0"):
+        gate.wait(0, BRIEF_S)
+    with pytest.raises(BadTransition):
+        gate.arm({0: 1})
+    timer = threading.Timer(0.1, arrival.land)
+    timer.start()
+    assert 0.02 < gate.wait(0, SOON_S) < SOON_S
+    timer.join()
+
+
+def test_reset_lets_a_caller_through_that_waits_for_a_copy_to_be_issued(device, mover, batch):
+    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate.arm({0: 1})
+    gate.open(0, mover.submit(batch, after=[arrival]))
+    timer = threading.Timer(BRIEF_S, gate.reset)
+    timer.start()
+    gate.wait(0, SOON_S)
+    timer.join()
+    assert not any(entry[:2] == ("wait", 99) for entry in device.log)
+    arrival.land()
+
+
+def test_flags_are_set_by_the_device_or_by_the_last_flight(device, mover, batch):
+    gate = FlagGate(device, 2)
+    arrivals = [HostFlight(), HostFlight()]
+    gate.arm({0: 2, 1: 1})
+    flags = [gate._flags[layer] for layer in range(2)]
+    assert flags == [0, 0]
+    (copied,) = mover.submit_all([batch], flags=[gate.flag(1)])
+    copied.wait(SOON_S)
+    assert gate._flags.tolist() == [0, 1]
+    for arrival in arrivals:
+        gate.open(0, arrival)
+    arrivals[0].land()
+    assert gate._flags.tolist() == [0, 1]
+    arrivals[1].land()
+    assert gate._flags.tolist() == [1, 1]
+    gate.reset()
+    gate.close()

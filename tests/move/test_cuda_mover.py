@@ -1,0 +1,157 @@
+import os
+
+import numpy as np
+import pytest
+from host_device import KERNEL, DeviceMemory, HostDevice
+
+from layercast.errors import DeviceFailed, Missing
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_driver import DEVICE, HOST
+from layercast.move.cuda_issue import compiled_issue, plain_issue
+from layercast.move.cuda_ways import Costs, Direction
+from layercast.move.flights import HostFlight
+from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
+
+STAGED = {direction: Costs(50.0, 1e6, 0.0, 1e-6) for direction in Direction}
+KERNELS = {direction: Costs(50.0, 1e6, 1e9, 50.0) for direction in Direction}
+
+
+class OnHostDevice(MoverLaws):
+    kernel = None
+    costs = {}
+
+    def make_mover(self):
+        self.device = HostDevice()
+        issue = plain_issue(self.device.calls, self.device.batch_attributes)
+        mover = CudaMover(self.device, self.kernel, issue, lambda: 1, 3 << 16)
+        mover.prefer(self.costs)
+        return mover
+
+    @pytest.fixture
+    def memory(self, mover):
+        return DeviceMemory(self.device, (DEVICE,))
+
+
+class TestByCopyEngine(OnHostDevice): ...
+
+
+class TestByKernel(OnHostDevice):
+    kernel = KERNEL
+    costs = KERNELS
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def device(request):
+    device = HostDevice()
+    if request.param == "compiled":
+        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
+    device.issue = {"plain": plain_issue, "compiled": compiled_issue}[request.param]
+    return device
+
+
+def mover_of(device, costs=STAGED, kernel=KERNEL, staging=3 * 4096):
+    mover = CudaMover(device, kernel, device.issue(device.calls, device.batch_attributes), lambda: 1, staging)
+    mover.prefer(costs)
+    return mover
+
+
+@pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,), (HOST,)])
+@pytest.mark.parametrize("size", [48, 1024, 1040])
+def test_a_step_of_scattered_blocks_moves_whichever_way_and_direction(device, costs, kinds, size):
+    memory, mover = DeviceMemory(device, kinds), mover_of(device, costs)
+    choose = np.random.default_rng(size)
+    lists, wanted = [], []
+    for blocks in (20, 0, 7, 33):
+        source, target = memory.alloc(size * 40), memory.alloc(size * 40)
+        data = os.urandom(size * 40)
+        memory.write(source, data)
+        from_, to = choose.permutation(40)[:blocks], choose.permutation(40)[:blocks]
+        lists.append(
+            pieces_of(*((source + size * int(a), target + size * int(b), size) for a, b in zip(from_, to, strict=True)))
+        )
+        expected = bytearray(size * 40)
+        for a, b in zip(from_, to, strict=True):
+            expected[size * b : size * (b + 1)] = data[size * a : size * (a + 1)]
+        wanted.append((target, bytes(expected)))
+    flights = mover.submit_all(lists)
+    for flight, (target, expected) in zip(flights, wanted, strict=True):
+        flight.wait(SOON_S)
+        assert memory.read(target, size * 40) == expected
+    mover.close(SOON_S)
+    del flight, flights
+    assert not device.live
+    assert len(device.memory) == 8, "only what the test took is left"
+
+
+def test_a_step_sets_the_flags_it_was_given(device):
+    mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    flags = np.zeros(3, np.int32)
+    lists = [pieces_of((source + 16 * i, target + 16 * i, 16)) for i in range(3)]
+    for flight in mover.submit_all(lists, flags=[flags.ctypes.data + 4 * i for i in range(3)]):
+        flight.wait(SOON_S)
+    assert flags.tolist() == [1, 1, 1]
+    mover.close(SOON_S)
+
+
+def test_a_step_behind_a_mark_is_held_by_the_device_not_by_the_host(device):
+    mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    mark = mover.mark()
+    mover.submit(pieces_of((source, target, 16)), after=[mark]).wait(SOON_S)
+    waited = [entry for entry in device.log if entry[0] == "wait" and entry[2] == mark.event.handle]
+    assert len(waited) == 2, "both streams of the direction wait for it"
+    mark.wait(SOON_S)
+    mover.close(SOON_S)
+
+
+def test_a_step_behind_a_failed_flight_fails_as_a_whole(device):
+    mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    arrival = HostFlight()
+    flights = mover.submit_all([pieces_of((source, target, 16))] * 3, after=[arrival])
+    arrival.fail(Missing("gone"))
+    for flight in flights:
+        with pytest.raises(Missing):
+            flight.wait(SOON_S)
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("call", ["copy", "launch", "sleep"])
+def test_an_error_of_the_device_fails_the_flight_and_stops_nothing(device, call):
+    mover, memory = mover_of(device, KERNELS if call == "launch" else {}), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, b"x" * 4096)
+    rows = [(source, target, 32), (source + 64, target + 64, 32)]
+    lists = [pieces_of(*rows) if call == "launch" else pieces_of(rows[0])]
+    device.failing[call] = 700
+    (flight,) = mover.submit_all(lists)
+    with pytest.raises(DeviceFailed, match="700"):
+        flight.wait(SOON_S)
+    device.failing.clear()
+    (flight,) = mover.submit_all(lists)
+    flight.wait(SOON_S)
+    assert memory.read(target, 32) == b"x" * 32
+    mover.close(SOON_S)
+
+
+def test_without_device_memory_for_staging_copies_go_by_the_engine(device):
+    device.room = 3 << 20
+    memory, mover = DeviceMemory(device, (HOST, DEVICE)), mover_of(device)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, b"x" * 4096)
+    mover.submit(pieces_of((source, target, 32), (source + 64, target + 64, 32))).wait(SOON_S)
+    assert memory.read(target, 96) == b"x" * 32 + bytes(32) + b"x" * 32
+    assert not any(entry[0] == "launch" for entry in device.log)
+    mover.close(SOON_S)
+
+
+def test_memory_that_is_not_pinned_moves_piece_by_piece(device):
+    memory, mover = DeviceMemory(device, (DEVICE,)), mover_of(device)
+    source, target = np.full(4096, 7, np.uint8), memory.alloc(4096)
+    at = source.ctypes.data // 16 * 16 + 16
+    mover.submit(pieces_of((at, target, 32), (at + 64, target + 64, 32))).wait(SOON_S)
+    assert memory.read(target, 96) == b"\x07" * 32 + bytes(32) + b"\x07" * 32
+    assert {entry[0] for entry in device.log} == {"copy", "record", "wait"}
+    mover.close(SOON_S)

@@ -1,0 +1,70 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layercast.move.cuda_ways import Costs, Direction, Way, rows_of, stretches, way_of
+from layercast.testing.move_laws import pieces_of
+
+COSTS = Costs(gbps=50.0, piece_us=1.0, stage_us=40.0, kernel_gbps=15.0)
+KIB = 1024
+
+
+def scattered(blocks, size, *, host_run):
+    """Source blocks in stretches of `host_run`, target blocks apart."""
+    return rows_of(
+        [pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))]
+    )
+
+
+def choice(rows, direction=Direction.UP, **available):
+    return way_of(rows, direction, COSTS, **{"staging": True, "kernel": True, **available})
+
+
+def test_large_pieces_go_by_the_copy_engine():
+    assert choice(scattered(512, 64 * KIB, host_run=1)) is Way.ENGINE
+    assert choice(scattered(512, 64 * KIB, host_run=512)) is Way.ENGINE
+
+
+def test_small_pieces_whose_host_side_is_long_are_staged():
+    assert choice(scattered(1024, 32 * KIB, host_run=64)) is Way.STAGED
+    assert choice(scattered(4096, 4 * KIB, host_run=64)) is Way.STAGED
+
+
+def test_small_pieces_apart_on_both_sides_go_by_the_kernel():
+    assert choice(scattered(4096, 4 * KIB, host_run=1)) is Way.KERNEL
+
+
+def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
+    rows = scattered(1024, 32 * KIB, host_run=64)
+    assert choice(rows, staging=False) is not Way.STAGED
+    assert choice(rows, kernel=False) is Way.ENGINE
+    assert choice(scattered(1024, 24 * KIB + 8, host_run=64)) is Way.ENGINE
+    assert choice(rows_of([pieces_of((0, 1 << 30, 16))])) is Way.ENGINE
+
+
+@given(
+    lists=st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(-50, 50), st.integers(-50, 50)), max_size=4
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_rows_are_the_copies_of_all_lists_in_order(lists):
+    pieces = [pieces_of(*((1000, 5000, *row) for row in rows)) for rows in lists]
+    wanted = [
+        (1000 + nth * down, 5000 + nth * up, length, number)
+        for number, rows in enumerate(lists)
+        for length, count, down, up in rows
+        if length
+        for nth in range(count)
+    ]
+    rows = rows_of(pieces)
+    assert list(zip(*(c.tolist() for c in (rows.source, rows.target, rows.length, rows.batch)), strict=True)) == wanted
+
+
+def test_stretches_are_numbered_in_order_of_address():
+    order, stretch = stretches(np.array([40, 0, 10, 60, 50]), np.array([10, 10, 10, 5, 10]))
+    assert order.tolist() == [1, 2, 0, 4, 3]
+    assert stretch.tolist() == [0, 0, 1, 1, 1]
