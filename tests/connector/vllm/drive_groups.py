@@ -2,7 +2,7 @@
 
 import sys
 
-from lab import Engine, model, prompt, tell
+from lab import Engine, model, prompt, tell, without_checkpoints
 
 RUNS = {
     "qwen3_moe": {},
@@ -15,6 +15,7 @@ RUNS = {
 
 
 def main(folder):
+    without_checkpoints()
     facts = {}
     for name in sys.argv[2:] or RUNS:
         settings = RUNS[name]
@@ -25,8 +26,14 @@ def main(folder):
         run = {"blocks": engine.blocks, "size": size, "groups": [str(spec.kind) for spec in engine.side.specs]}
         run["cold"] = engine.run(long)
         run["warm"] = engine.run(long)
+        run["bytes"] = engine.loaded_bytes()
+        run["layers"] = len(engine.worker.ways.layers)
+        run["zeroing"] = engine.scheduler.needs_kv_cache_zeroing
         run["shorter"] = engine.run(long[: 2 * size + 5])
         run["edges"] = [engine.run(long[:n])["replies"][0] for n in (1, size - 1, size, size + 1)]
+        engine.connector.get_num_new_matched_tokens = lambda request, local: (0, False)
+        run["plain_edges"] = [engine.run(long[:n])["replies"][0] for n in (1, size - 1, size, size + 1)]
+        del engine.connector.get_num_new_matched_tokens
         run["drained"] = engine.drain()
         for group, spec in enumerate(engine.side.specs):
             engine.flip(engine.slot(long, 3, group), spec.layers[-1], group)

@@ -24,8 +24,7 @@ def storm(engine, seed):
 def main(folder):
     path, facts = model(folder, "llama"), {}
     for name, settings in {
-        "plain": {"async_scheduling": False},
-        "async": {"async_scheduling": True},
+        "plain": {},
         "local": {"enable_prefix_caching": True},
     }.items():
         engine = Engine(path, **settings)
@@ -38,7 +37,6 @@ def main(folder):
         run["next_turn"] = engine.run([*long, *answer, 7])
         run["drained"] = engine.drain()
         run["storm"] = storm(engine, 3)
-        run["queue"] = engine.core.batch_queue_size
         if name != "local":
             reference = [engine.run(prompt(seed, 150), tokens=60)["replies"][0]["tokens"] for seed in range(20, 26)]
             run["reference"] = reference
@@ -50,13 +48,13 @@ def main(folder):
         run["slow_storm"] = storm(engine, 4)
         run["threads"] = engine.close()
         facts[name] = run
-    for name, asynchronous in {"tight": False, "tight_async": True}.items():
-        small = Engine(path, num_gpu_blocks_override=20, max_model_len=512, async_scheduling=asynchronous)
-        run = {"blocks": small.blocks}
-        run["crowd"] = small.run(*(prompt(seed, 150) for seed in range(20, 26)), tokens=60)
-        run["drained"] = small.drain()
-        run["threads"] = small.close()
-        facts[name] = run
+    small = Engine(path, num_gpu_blocks_override=20, max_model_len=512)
+    run = {"blocks": small.blocks}
+    run["crowd"] = small.run(*(prompt(seed, 150) for seed in range(20, 26)), tokens=60)
+    run["preemptions"] = small.preemptions
+    run["drained"] = small.drain()
+    run["threads"] = small.close()
+    facts["tight"] = run
     facts["block"] = BLOCK
     tell(facts)
 

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -205,7 +206,7 @@ def main(folder):
         "setting": refusal(connector, kv_connector_extra_config={"host_byte": 1}),
         "role": refusal(connector, kv_role="kv_producer"),
         "pipeline": refusal(connector, pipeline_parallel_size=2),
-        "groups": refusal(connector, kv_cache_groups=[*groups, *groups]),
+        "groups": refusal(connector, kv_cache_groups=[replace(groups[0], kv_cache_spec=None)]),
     }
     facts["pool_reset"] = llm.reset_prefix_cache(reset_connector=True)
     llm.llm_engine.engine_core.shutdown()

@@ -3,12 +3,14 @@
 Import it first: it sets the environment that vLLM reads when it is imported.
 """
 
+import dataclasses
 import gc
 import json
 import os
 import random
 import sys
 import threading
+from ctypes import string_at
 from pathlib import Path
 
 os.environ.update(
@@ -26,6 +28,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from layercast.move.paced import PacedMover
 
@@ -122,10 +125,21 @@ def prompt(seed, tokens):
     return [draw.randrange(5, 500) for _ in range(tokens)]
 
 
+def without_checkpoints():
+    """vLLM's CPU kernels can't export a recurrent state inside a chunk, so chunks must end at block boundaries."""
+    spec_of = MambaMixer2.get_kv_cache_spec
+
+    def get_kv_cache_spec(self, config):
+        return dataclasses.replace(spec_of(self, config), num_prefill_checkpoint_blocks=0)
+
+    MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
+
+
 class Engine:
     """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
 
     def __init__(self, path, *, pool=None, policy="recompute", **settings):
+        self.orders, self.preemptions = [], 0
         transfer = KVTransferConfig(
             kv_connector="LayercastConnector",
             kv_connector_module_path="layercast.connector.vllm.connector",
@@ -172,6 +186,17 @@ class Engine:
             self.written.append(name)
             save(name, *rest)
 
+        begin, preempt = self.worker.begin, self.scheduler._preempt_request
+
+        def noted(orders, after=()):
+            self.orders.append(orders)
+            return begin(orders, after)
+
+        def preempted(*rest, **more):
+            self.preemptions += 1
+            preempt(*rest, **more)
+
+        self.worker.begin, self.scheduler._preempt_request = noted, preempted
         self.connector.build_connector_meta = build_connector_meta
         self.hooks.wait_for_layer_load, self.hooks.save_kv_layer = wait_for_layer_load, save_kv_layer
 
@@ -190,6 +215,23 @@ class Engine:
         asked = [{"prompt_token_ids": ids, **extra} for ids in prompts]
         done = self.llm.generate(asked, sampling, use_tqdm=False)
         return {"replies": [_reply(reply) for reply in done], **self.facts()}
+
+    def loaded_bytes(self):
+        """Bytes of the last load, found equal in the engine's blocks and in their slots."""
+        order = next(load for orders in reversed(self.orders) for load in (*orders.loads, *orders.background))
+        count = 0
+        for pair in order.pairs:
+            engine = self.worker.ways.loading[pair.group].plan(pair.slots, pair.blocks)
+            for layer in engine.layers:
+                pieces = engine.layer(layer)
+                rows = (pieces.source, pieces.target, pieces.length, pieces.count)
+                for source, target, length, times, step, jump in zip(
+                    *(row.tolist() for row in (*rows, pieces.source_stride, pieces.target_stride)), strict=True
+                ):
+                    for i in range(times):
+                        assert string_at(source + i * step, length) == string_at(target + i * jump, length)
+                        count += length
+        return count
 
     def facts(self):
         outcomes = list(self.connector.outcomes)

@@ -133,7 +133,7 @@ def test_the_connector_is_known_by_name_and_wants_piecewise_graphs(facts):
         ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, host_bytes"),
         ("role", "UnsupportedModel", "a kv_role other than kv_both"),
         ("pipeline", "UnsupportedModel", "pipeline parallelism"),
-        ("groups", "UnsupportedModel", "2 cache groups"),
+        ("groups", "UnsupportedModel", "caches of"),
     ],
 )
 def test_what_it_would_not_do_right_is_refused_with_the_reason(facts, name, kind, words):
