@@ -19,6 +19,7 @@ FAMILIES = ["llama", "gemma3", "granite4", "deepseek_v3"]
 TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 33, 48, 64, 65, 97)
 DEADLINE_S = 60.0
+EVENTS, WEIGHTS = ("submit", "abort", "flip", "forget", "stall", "nothing"), (40, 2, 4, 2, 4, 48)
 
 
 @pytest.fixture
@@ -65,9 +66,9 @@ class Schedule:
             "block_size": size,
             "state_block": 16,
             # Enough for the longest sequence alone; often not for two.
-            "blocks": (32 + TOKENS + 97 + 8) // size + chunk + pick([2, 2, 64]),
+            "blocks": -(-(max(LENGTHS) + TOKENS) // size) + pick([0, 0, 2, 64]),
             "chunk_blocks": chunk,
-            "max_batch": pick([1, 2, 4]),
+            "max_batch": pick([1, 3, 4]),
             "block_major": pick([True, False]),
         }
 
@@ -83,19 +84,19 @@ class Schedule:
         deadline = time.monotonic() + DEADLINE_S
         while requests or self.asked:
             assert time.monotonic() < deadline, f"{len(self.asked)} requests have not ended in {DEADLINE_S} s"
-            roll = self.dice.random()
-            if requests and (roll < 0.3 or not self.asked):
+            (event,) = self.dice.choices(EVENTS, WEIGHTS)
+            if requests and (event == "submit" or not self.asked):
                 requests -= 1
                 prompt, tokens = self.prompt(), self.dice.randint(1, TOKENS)
                 self.asked[engine.submit(prompt, Params(max_tokens=tokens))] = (prompt, tokens)
-            elif roll < 0.32 and self.asked:
+            elif event == "abort":
                 request = self.dice.choice(list(self.asked))
                 self.check(request, engine.abort(request), aborted=True)
-            elif roll < 0.38:
+            elif event == "flip":
                 self.flip(engine)
-            elif roll < 0.41:
+            elif event == "forget":
                 self.forget(engine)
-            elif roll < 0.43:
+            elif event == "stall":
                 self.movers[0].stall(self.dice.choice([0.002, 0.03]))
             for output in engine.step():
                 if output.result:
@@ -115,12 +116,17 @@ class Schedule:
             assert result.computed_tokens + result.loaded_tokens == len(prompt)
 
     def flip(self, engine):
+        """Change some bytes of a block: where it is stored, or where it is just being saved or loaded."""
         slab = engine.pool.worker.ways.slab
         group = self.dice.randrange(len(slab.slots))
-        slot, layer = self.dice.randrange(slab.slots[group]), self.dice.choice(slab.layout.groups[group].layers)
-        data = bytearray(slab.read(group, slot, layer))
-        data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)
-        slab.write(group, slot, layer, bytes(data))
+        shelf = engine.pool.directory._shelves[group]
+        blocks = [*shelf.stored.values(), *shelf.saving.values()]
+        if blocks:
+            slot, layer = self.dice.choice(blocks).slot, self.dice.choice(slab.layout.groups[group].layers)
+            data = bytearray(slab.read(group, slot, layer))
+            for _ in range(self.dice.choice([1, 100])):
+                data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)
+            slab.write(group, slot, layer, bytes(data))
 
     def forget(self, engine):
         group = self.dice.randrange(len(engine.memory.specs))
