@@ -188,6 +188,7 @@ class LayerStep:
         self._orders = orders
         self._loads = loads
         self._saves = saves
+        self._kept: list[tuple[PushOrder, int]] = []
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
@@ -215,9 +216,20 @@ class LayerStep:
         """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
         if self._saves:
             self._save(layer)
+        for push in self._orders.pushes:
+            if self._unjudged(push, layer):
+                self._kept.append((push, layer))
+            else:
+                self._push(push, layer)
+
+    def _unjudged(self, push: PushOrder, layer: int) -> bool:
+        """Whether the peer could take the push for whole with this layer, though a load behind it may yet be wrong."""
+        final = push.last and layer == self._worker.ways.layers[-1]
+        return final and any(run.order.request == push.request for run in self._loads)
+
+    def _push(self, push: PushOrder, layer: int) -> None:
         if self._worker.peers.outbound is not None:
-            for push in self._orders.pushes:
-                self._worker.peers.outbound.written(push, layer)
+            self._worker.peers.outbound.written(push, layer)
 
     def _computed(self) -> None:
         """Record the layer that has computed since its wait ended."""
@@ -259,5 +271,8 @@ class LayerStep:
                 save.swept += layer in save.missing()
             self._save(layer)
         failed = self.judge()
+        for push, layer in self._kept:
+            if push.request not in failed:
+                self._push(push, layer)
         self._worker.gates.release()
         return self._worker.report(self._orders.step, failed)
