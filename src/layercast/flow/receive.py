@@ -42,8 +42,6 @@ class Arrival:
         self.landed = False
         """Whether every layer is there and right."""
         self.nbytes = 0
-        self.checked = True
-        """Whether every block so far came with its digest."""
 
     def announced(self, layer: int, last: bool, blocks: Sequence[int], digests: bytes, checked: Checked) -> None:
         """The peer says that these blocks of the layer are in place; `checked` is called once that is known.
@@ -68,7 +66,6 @@ class Arrival:
         if plan is not None:
             self.nbytes += plan.nbytes((layer,))
         if plan is None or not digests:
-            self.checked &= plan is None
             self._count(layer, checked)
             return
         # Rows are in order of our block ids; the peer's are in the order in which it names them.

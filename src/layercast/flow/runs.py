@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -153,6 +154,26 @@ class LoadRun:
             reason=self.reason,
             bad_slots=tuple(sorted(set(self._bad))),
         )
+
+
+class Arrived(Protocol):
+    """What has come of a push."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the peer has put into our blocks."""
+        ...
+
+
+@dataclass(eq=False)
+class ReceiveRun(LoadRun):
+    """A push that a step's attention waits for; its bytes are counted, and checked, where they arrive."""
+
+    arrived: Arrived = field(kw_only=True)
+
+    def outcome(self, verified: bool) -> LoadOutcome:
+        """The end, once settled."""
+        return msgspec.structs.replace(super().outcome(verified), nbytes=self.arrived.nbytes)
 
 
 def _differing(expected: Sequence[Expected], digests: Sequence[DigestFlight]) -> list[tuple[int, int]]:

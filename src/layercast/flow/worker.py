@@ -14,7 +14,7 @@ from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
 from layercast.flow.issue import Batch, Issuer
 from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport
-from layercast.flow.runs import LoadRun, SaveRun
+from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
 from layercast.move.base import Flight, Gate, Mover
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
@@ -34,6 +34,10 @@ class Inbound(Protocol):
 
     def arrivals(self, order: ReceiveOrder) -> Mapping[int, Flight]:
         """For each layer, a flight that lands when the whole push has arrived in that layer."""
+        ...
+
+    def arrived(self, order: ReceiveOrder) -> Arrived:
+        """What has come of a push; it may be read after the push has ended."""
         ...
 
 
@@ -143,7 +147,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether everything that was begun has been reported."""
-        return not self._loads and not self._saves
+        return not (self._loads or self._saves or self._background)
 
     def opened(self, batch: Batch, flight: Flight) -> None:
         """A load's batch is under way."""
@@ -165,7 +169,7 @@ class Worker:
         """A push is followed, not moved: one empty batch a layer, whose flight ends when the peer's bytes are in."""
         if self.peers.inbound is None:
             raise Missing(f"{order.request}: this worker receives no pushes")
-        run = LoadRun(order, order.transfer, self)
+        run = ReceiveRun(order, order.transfer, self, arrived=self.peers.inbound.arrived(order))
         flights = {
             Batch(run, run.id, (layer,), Pieces.join([])): flight
             for layer, flight in self.peers.inbound.arrivals(order).items()

@@ -17,14 +17,14 @@ LONG = Params(max_tokens=32)
 
 
 @contextmanager
-def pair(model, other=None, config=None, sockets=False, **changes):
+def pair(model, other=None, config=None, other_config=None, sockets=False, **changes):
     """A prefill and a decode engine, joined; threads end with them."""
     before = threading.active_count()
     hub = MemoryHub()
     ends = [SocketTransport(SECRET) if sockets else MemoryTransport(hub, SECRET) for _ in range(2)]
     with (
         pooled_engine(model, config, transport=ends[0], **changes) as prefill,
-        pooled_engine(other or model, config, transport=ends[1], **changes) as decode,
+        pooled_engine(other or model, other_config or config, transport=ends[1], **changes) as decode,
     ):
         yield prefill, decode
         prefill.drain(10)

@@ -86,6 +86,17 @@ def test_a_pushed_prompt_says_that_it_came_from_a_peer(models):
     receipt = result.receipt
     assert (receipt.tier, receipt.loaded_tokens, receipt.computed_tokens) == ("peer", 69, 1)
     assert (receipt.layers, receipt.verified, receipt.miss) == (4, True, None)
+    assert receipt.nbytes == 4 * 5 * 16 * 2 * 2 * 16 * 4  # the last block of the 69 tokens goes as a whole
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_push_is_called_verified_exactly_if_the_receiver_checks(models, sender, receiver):
+    with pair(models("llama"), config={"verify": sender}, other_config={"verify": receiver}) as (prefill, decode):
+        prefill.submit(PROMPT, push=decode.offer(PROMPT, Params(max_tokens=2)))
+        finished(prefill)
+        (result,) = finished(decode)
+    assert result.receipt.loaded_tokens == 69
+    assert result.receipt.verified is receiver
 
 
 @pytest.mark.parametrize("family", ["gemma3", "granite4"])
