@@ -10,7 +10,7 @@ import time
 
 import pytest
 from erratic import ErraticMover
-from small_engines import pooled_engine, prompt_of
+from small_engines import bare_engine, pooled_engine, prompt_of
 
 from layercast.connector.transformers.requests import Params
 from layercast.flow.orders import LoadEnd, LoadOutcome
@@ -165,3 +165,20 @@ def test_no_schedule_of_many_does(models, stock, monkeypatch, family):
     assert sum(schedule.preemptions for schedule in schedules) > 0
     assert sum(schedule.failed for schedule in schedules) > len(schedules) / 4
     assert sum(schedule.loaded for schedule in schedules) > len(schedules)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("family", ["gemma3", "granite4"])
+def test_a_sampled_answer_depends_on_its_seed_alone(models, monkeypatch, family):
+    """Not on the batch, nor on preemption, nor on whether its prompt was loaded, lost or computed."""
+    prompts = [prompt_of(40 + 8 * (seed % 3), seed=seed % 3) for seed in range(6)]
+    each = [Params(max_tokens=16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(6)]
+    with bare_engine(models(family)) as engine:
+        alone = [engine.generate([prompt], how)[0].tokens for prompt, how in zip(prompts, each, strict=True)]
+    monkeypatch.setattr("layercast.control.node.CpuMover", lambda: ErraticMover(7, fail=0.05, nap=0.1, nap_s=0.005))
+    with pooled_engine(models(family), {"layer_wait_ms": 20}, blocks=11, state_block=16, max_batch=4) as engine:
+        for _ in range(2):
+            results = engine.generate(prompts, each)
+            assert [result.tokens for result in results] == alone
+            assert sum(result.preemptions for result in results) > 0
+    assert len(set(alone)) == 6
