@@ -4,6 +4,7 @@ Talks to the worker side of every rank by orders and reports alone, which may cr
 belong to one thread. Knows block numbers and tokens, never tensors, attention or how bytes move.
 """
 
+import secrets
 from collections.abc import Sequence
 from itertools import count
 
@@ -27,6 +28,8 @@ from layercast.plan.policy import Mode, decide
 from layercast.plan.prefix import usable_prefix
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
+
+RENEWED = " renewed "
 
 Table = Sequence[int | None]
 """Engine block of each block index of one group; None where none is allocated."""
@@ -217,6 +220,17 @@ class SchedulerSide:
         """Publish nothing of a save under way: its source blocks may have changed under the copy."""
         if save in self._saving:
             self._doomed.add(save)
+
+    def renew(self) -> None:
+        """Give all KV to come another identity: what is stored or being saved is found no more."""
+        version = secrets.token_hex(8)
+        self._identities = tuple(
+            msgspec.structs.replace(
+                identity, weights_version=f"{identity.weights_version.split(RENEWED)[0]}{RENEWED}{version}"
+            )
+            for identity in self._identities
+        )
+        self._names.clear()
 
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""

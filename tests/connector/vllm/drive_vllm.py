@@ -208,7 +208,6 @@ def main(folder):
         "pipeline": refusal(connector, pipeline_parallel_size=2),
         "groups": refusal(connector, kv_cache_groups=[replace(groups[0], kv_cache_spec=None)]),
     }
-    facts["pool_reset"] = llm.reset_prefix_cache(reset_connector=True)
     llm.llm_engine.engine_core.shutdown()
     facts["threads"] = [thread.name for thread in threading.enumerate() if "layercast" in thread.name]
     sys.stdout.write(f"FACTS {json.dumps(facts)}\n")

@@ -204,7 +204,7 @@ class Engine:
     def free_blocks(self):
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def run(self, *prompts, tokens=8, logprobs=1, keep_local=False, params=None, **extra):
+    def run(self, *prompts, tokens=8, logprobs=1, keep_local=False, params=None, lora=None, **extra):
         """Answer the prompts, and say what it took; vLLM's own prefix cache is emptied before, unless `keep_local`."""
         assert keep_local or self.llm.reset_prefix_cache()
         for log in (self.scheduled, self.waited, self.written, self.connector.outcomes):
@@ -213,7 +213,7 @@ class Engine:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs, **(params or {})
         )
         asked = [{"prompt_token_ids": ids, **extra} for ids in prompts]
-        done = self.llm.generate(asked, sampling, use_tqdm=False)
+        done = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return {"replies": [_reply(reply) for reply in done], **self.facts()}
 
     def loaded_bytes(self):

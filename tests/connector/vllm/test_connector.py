@@ -101,10 +101,10 @@ def test_the_answer_does_come_from_the_loaded_bytes(facts):
     assert facts["forged"]["replies"][0]["tokens"] != facts["cold"]["replies"][0]["tokens"]
 
 
-def test_what_tokens_alone_do_not_name_is_neither_loaded_nor_saved(facts):
+def test_a_salted_prompt_finds_nothing_of_others(facts):
     same(facts["salted"], facts["cold"])
     assert facts["salted"]["replies"][0]["cached"] == 0
-    assert (facts["salted"]["loads"], facts["salted"]["saves"]) == ([], [])
+    assert facts["salted"]["loads"] == []
 
 
 def test_nothing_is_left_behind(facts):
@@ -113,10 +113,6 @@ def test_nothing_is_left_behind(facts):
     assert [run["free_blocks"] for run in runs] == [facts["blocks"]] * len(runs)
     assert all(run["idle"] and run["requests"] == 0 for run in runs)
     assert facts["threads"] == []
-
-
-def test_a_pool_that_cannot_forget_says_so(facts):
-    assert facts["pool_reset"] is False
 
 
 def test_the_connector_is_known_by_name_and_wants_piecewise_graphs(facts):

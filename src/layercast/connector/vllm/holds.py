@@ -1,16 +1,18 @@
-"""Engine blocks that copies still read or write, held by reference count until every rank has reported.
+"""Engine blocks that copies still read or write, kept safe until every rank has reported.
 
-So preemption, window trimming and finishing are all safe by one mechanism. While the engine is idle nothing is held:
-its blocks count as free (`reset_prefix_cache` works), and whoever reuses one before its copy is reported is noticed.
+What a load writes is held by reference count. What a save reads is held too, or, where vLLM's own prefix cache keeps
+freed blocks for as long as it can, it is only watched: a block that is handed out before its copy was reported costs
+that save, and `reset_prefix_cache`, sleep and pause find no block in use. While the engine is idle nothing is held.
 Does not know requests, tokens or what the copies are for.
 """
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from layercast.flow.orders import LoadOrder, SaveOrder
+from layercast.flow.orders import BlockPairs
 
 
 class Holds:
@@ -19,39 +21,53 @@ class Holds:
     def __init__(self, pool: BlockPool, reused: Callable[[str], None]) -> None:
         self._pool = pool
         self._reused = reused
+        self._can_watch = hasattr(pool, "unpin_blocks")
         self._held: dict[str, list[KVCacheBlock]] = {}
-        self._watched: dict[str, set[int]] = {}
-        """Order to its blocks that are no longer held."""
+        self._watched: defaultdict[int, set[str]] = defaultdict(set)
+        """Block to the orders that read it without holding it."""
+        self._watching: dict[str, list[int]] = {}
 
-    def hold(self, order: LoadOrder | SaveOrder) -> None:
+    def hold(self, order: str, pairs: Sequence[BlockPairs]) -> None:
         """Keep an order's blocks from being handed out, until it is released."""
-        blocks = [self._pool.blocks[block] for pair in order.pairs for block in pair.blocks]
+        blocks = [self._pool.blocks[block] for pair in pairs for block in pair.blocks]
         self._pool.touch(blocks)
-        self._held[order.id] = blocks
+        self._held[order] = blocks
+
+    def keep(self, order: str, pairs: Sequence[BlockPairs]) -> None:
+        """Keep the content of an order's blocks until it is released, or hear of it if it can't be kept."""
+        self.hold(order, pairs)
+        if self._can_watch and self._pool.enable_caching:
+            self._watch(order)
 
     def release(self, orders: Iterable[str]) -> None:
         """Let go of the blocks of orders that have ended."""
         for order in orders:
-            self._watched.pop(order, None)
+            for block in self._watching.pop(order, ()):
+                self._watched[block].discard(order)
+                if not self._watched[block]:
+                    del self._watched[block]
             blocks = self._held.pop(order, None)
             if blocks is not None:
                 self._pool.free_blocks(reversed(blocks))
 
     def relinquish(self) -> None:
-        """The engine is idle: hold nothing, but see what is reused. Older block pools can't tell, so there we hold."""
-        if not hasattr(self._pool, "unpin_blocks"):
-            return
-        for order, blocks in self._held.items():
-            self._watched[order] = {block.block_id for block in blocks}
-            self._pool.unpin_blocks(blocks, self._on_reuse)
-        self._held.clear()
+        """The engine is idle: hold nothing. Older block pools can't tell what is reused, so there we go on holding."""
+        if self._can_watch:
+            for order in list(self._held):
+                self._watch(order)
 
     @property
     def held(self) -> int:
         """Blocks held."""
         return sum(len(blocks) for blocks in self._held.values())
 
+    def _watch(self, order: str) -> None:
+        blocks = self._held.pop(order)
+        self._watching[order] = [block.block_id for block in blocks]
+        for block in blocks:
+            self._watched[block.block_id].add(order)
+        self._pool.unpin_blocks(blocks, self._on_reuse)
+
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        for order in [order for order, blocks in self._watched.items() if block.block_id in blocks]:
-            del self._watched[order]
+        for order in self._watched.pop(block.block_id, ()):
             self._reused(order)

@@ -17,13 +17,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from layercast.config import Config
+from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
-from layercast.connector.vllm.tracked import Tracked
+from layercast.connector.vllm.tracked import Tracked, wishes_of
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table
-from layercast.errors import BrokenInvariant
+from layercast.errors import BrokenInvariant, NotCacheable
 from layercast.flow.orders import LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepOrders
+from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind, GroupSpec
 
 KEPT_OUTCOMES = 1000
@@ -45,6 +47,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.outcomes: deque[LoadOutcome | SaveOutcome] = deque(maxlen=KEPT_OUTCOMES)
         """The last loads and saves to end, one entry a rank."""
         self.tracked: dict[str, Tracked] = {}
+        self._adapters = Adapters()
         self._due = Due()
         self._drain_until_s = 0.0
         self._background = len(self._kv_cache_config.kv_cache_groups) > 1
@@ -75,8 +78,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self._track(request)
         known.match = None
         if not known.load or request.skip_reading_prefix_cache:
+            known.miss = known.miss or MissReason.DECLINED
             return 0, False
-        match = self._side.match(request.all_token_ids[:], local_tokens=num_computed_tokens, request=request.request_id)
+        match = self._side.match(
+            request.all_token_ids[:], known.extras, local_tokens=num_computed_tokens, request=request.request_id
+        )
         if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
             return None, False
         known.match, known.miss = match, match.miss
@@ -96,7 +102,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._lost(known, match, tables)
             return
         known.loading = order.id
-        self._holds.hold(order)
+        self._holds.hold(order.id, order.pairs)
         (self._due.background if self._background else self._due.loads).append(order)
 
     def _may_wait(self, known: Tracked) -> bool:
@@ -146,9 +152,9 @@ class SchedulerHooks(KVConnectorBase_V1):
         for group, spec in enumerate(self._side.specs):
             if spec.kind is GroupKind.RECURRENT:
                 tables[group] = _snapshots(spec, group, snapshots)
-        order = self._side.save_order(name, request.all_token_ids[:end], start, end, tables)
+        order = self._side.save_order(name, request.all_token_ids[:end], start, end, tables, known.extras)
         if order is not None:
-            self._holds.hold(order)
+            self._holds.keep(order.id, order.pairs)
             self._due.saves.append(order)
             self._drain_until_s = time.monotonic() + DRAIN_S
 
@@ -166,7 +172,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
-        return False, None
+        return False, known.reply
 
     # ---- reports ----
 
@@ -201,14 +207,27 @@ class SchedulerHooks(KVConnectorBase_V1):
         return self._due.empty and self._side.directory.quiet
 
     def reset_cache(self) -> bool:
-        """Refused: a pool that can't forget all would answer with the KV of old weights."""
-        return False
+        """Change the identity of all KV: what is stored is found no more, nor is what live requests have computed.
+
+        vLLM calls it when weights change, before it sleeps, and on request.
+        """
+        self._side.renew()
+        for known in self.tracked.values():
+            known.load = known.save = False
+        return True
 
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)
         if known is None:
-            nameable = _nameable(request)
-            known = self.tracked[request.request_id] = Tracked(request, nameable, load=nameable, save=nameable)
+            wishes, stated = wishes_of(request)
+            known = Tracked(request, {}, load=wishes.load, save=wishes.save, told=stated)
+            self.tracked[request.request_id] = known
+            try:
+                grain = min(spec.block_size for spec in self._side.specs)
+                known.extras = extras_of(request, self._adapters, grain, wishes.salt)
+            except NotCacheable:
+                known.load = known.save = False
+                known.miss = MissReason.NOT_CACHEABLE
         return known
 
 
@@ -256,9 +275,3 @@ def _snapshots(spec: GroupSpec, group: int, offers: Sequence[tuple[int, int, int
         if owner == group and block and tokens % spec.block_size == 0
     }
     return [at.get(index) for index in range(max(at, default=-1) + 1)]
-
-
-def _nameable(request: Request) -> bool:
-    """Whether tokens alone decide its KV. Adapters, media, embeddings and salts get no keys here yet."""
-    extras = request.lora_request or request.mm_features or request.cache_salt or request.resumable
-    return not extras and request.prompt_embeds is None

@@ -3,26 +3,32 @@
 Does not know the pool or the engine's scheduler.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from vllm.v1.request import Request
 
 from layercast.control.scheduler import Match
 from layercast.observe.receipts import MissReason
+from layercast.spec.keys import Extra
 
 
 @dataclass(slots=True, eq=False)
 class Tracked:
     """One live request.
 
-    nameable: whether its tokens and extras can be named. saved: leading tokens whose saves have been ordered.
-    loading: the load order whose outcome it awaits. failed: its load has failed, and it has not computed since.
+    extras: what besides its tokens decides its KV. load, save: whether the pool may. saved: leading tokens whose saves
+    have been ordered. loading: the load order whose outcome it awaits. failed: its load has failed, and it has not
+    computed since. told: whether it asked to be told, in its reply, what the pool did.
     """
 
     request: Request
-    nameable: bool
+    extras: Mapping[int, Sequence[Extra]]
     load: bool
     save: bool
+    told: bool = False
     saved: int = 0
     match: Match | None = None
     promised: int = 0
@@ -33,6 +39,39 @@ class Tracked:
     miss: MissReason | None = None
 
     @property
+    def reply(self) -> dict[str, Any] | None:
+        """What the request's reply carries of the pool."""
+        if not self.told:
+            return None
+        return {
+            "layercast": {"loaded_tokens": self.promised, "tier": "host" if self.promised else "", "miss": self.why}
+        }
+
+    @property
+    def why(self) -> str:
+        """Why nothing was loaded, as a sentence; empty where something was."""
+        return "" if self.miss is None or self.promised else str(self.miss)
+
+    @property
     def trusted(self) -> bool:
         """Whether the engine's blocks of this request hold what it has computed."""
         return self.loading is None and not self.failed
+
+
+class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request may ask of the pool, under "layercast" in its `kv_transfer_params`."""
+
+    save: bool = True
+    load: bool = True
+    salt: str = ""
+
+
+def wishes_of(request: Request) -> tuple[Wishes, bool]:
+    """(its wishes, whether it has stated any). What can't be read counts as neither to save nor to load."""
+    stated = (request.kv_transfer_params or {}).get("layercast")
+    if stated is None:
+        return Wishes(), False
+    try:
+        return msgspec.convert(stated, Wishes), True
+    except msgspec.ValidationError:
+        return Wishes(save=False, load=False), True

@@ -1,0 +1,69 @@
+"""What besides tokens names KV: salts, adapters, wishes of a request, a reset pool, vLLM's own prefix cache."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from lab import BASE, BLOCK, Engine, model, prompt, tell
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+RANK = 4
+
+
+def adapter(folder, seed):
+    """A tiny LoRA of the query projections with seeded random weights."""
+    path = Path(folder) / f"adapter-{seed}"
+    path.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    wide, tall = BASE["hidden_size"], 8 * 32
+    weights = {}
+    for layer in range(BASE["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        weights |= {f"{name}A.weight": torch.randn(RANK, wide), f"{name}B.weight": torch.randn(tall, RANK)}
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def ask(**wishes):
+    return {"extra_args": {"kv_transfer_params": {"layercast": wishes}}}
+
+
+def main(folder):
+    path, long, facts = model(folder, "llama"), prompt(1, 200), {}
+    engine = Engine(path, enable_prefix_caching=True)
+    facts["plain"] = engine.run(long)
+    facts["salted"] = engine.run(long, cache_salt="a")
+    facts["salted_again"] = engine.run(long, cache_salt="a")
+    facts["other_salt"] = engine.run(long, cache_salt="b")
+    facts["own_salt"] = engine.run(long, params=ask(salt="c"))
+    facts["own_salt_again"] = engine.run(long, params=ask(salt="c"))
+    facts["no_load"] = engine.run(long, params=ask(load=False))
+    facts["no_save"] = engine.run(prompt(2, 200), params=ask(save=False))
+    facts["told"] = engine.run(long, params=ask())
+    facts["unknown_wish"] = engine.run(long, params=ask(lode=False))
+    facts["prompt_logprobs"] = engine.run(long, params={"prompt_logprobs": 1})
+    facts["local_longer"] = [engine.run(prompt(3, 200)), engine.run(prompt(3, 200), keep_local=True)]
+    facts["local_shorter"] = [engine.run(prompt(1, 70)), engine.run(long, keep_local=True)]
+    facts["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
+    facts["after_reset"] = engine.run(long)
+    facts["after_reset_again"] = engine.run(long)
+    facts["drained"] = engine.drain()
+    facts["threads"] = engine.close()
+    lora = Engine(path, enable_lora=True, max_loras=2, max_lora_rank=8)
+    first, second = (LoRARequest(f"one-{seed}", seed, adapter(folder, seed)) for seed in (1, 2))
+    facts["adapter"] = [lora.run(long, lora=first), lora.run(long, lora=first), lora.run(long)]
+    facts["second"] = [lora.run(long, lora=second), lora.run(long, lora=second)]
+    renamed = LoRARequest("another", 3, adapter(folder, 1))
+    facts["renamed"] = lora.run(long, lora=renamed)
+    facts["lora_drained"] = lora.drain()
+    facts["lora_threads"] = lora.close()
+    facts["block"] = BLOCK
+    tell(facts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

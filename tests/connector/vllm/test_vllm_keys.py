@@ -1,0 +1,92 @@
+"""What besides tokens names KV, in real vLLM: nothing is found under a name that does not say all of its content."""
+
+import pytest
+
+BLOCK, BLOCK_BYTES = 32, 65_536
+HIT = [["landed", True, 6 * BLOCK_BYTES, 4, 0]]
+
+
+@pytest.fixture(scope="module")
+def facts(drive):
+    return drive("keys")
+
+
+def cached(run):
+    return run["replies"][0]["cached"]
+
+
+def tokens(run):
+    return run["replies"][0]["tokens"]
+
+
+def told(run):
+    return run["replies"][0]["params"]["layercast"]
+
+
+@pytest.mark.parametrize(("first", "again"), [("salted", "salted_again"), ("own_salt", "own_salt_again")])
+def test_a_salt_finds_only_what_it_saved_itself(facts, first, again):
+    assert (cached(facts[first]), facts[first]["loads"]) == (0, [])
+    assert facts[again]["loads"] == HIT
+    assert tokens(facts[again]) == tokens(facts["plain"])
+
+
+def test_two_salts_share_nothing(facts):
+    assert facts["other_salt"]["loads"] == []
+    assert facts["other_salt"]["stored"][0] == facts["salted_again"]["stored"][0] + 6
+
+
+def test_an_adapter_is_named_by_its_files_and_not_by_its_name(facts):
+    cold, warm, base = facts["adapter"]
+    assert (cold["loads"], warm["loads"], base["loads"]) == ([], HIT, [])
+    assert tokens(cold) == tokens(warm) != tokens(base)
+    other, other_warm = facts["second"]
+    assert (other["loads"], other_warm["loads"]) == ([], HIT)
+    assert tokens(other) == tokens(other_warm) != tokens(cold)
+    assert facts["renamed"]["loads"] == HIT
+    assert tokens(facts["renamed"]) == tokens(cold)
+
+
+def test_a_request_may_ask_not_to_load_and_not_to_save(facts):
+    assert facts["no_load"]["loads"] == []
+    assert told(facts["no_load"])["miss"] == "the request asked not to load"
+    assert facts["no_save"]["saves"] == []
+
+
+def test_a_request_that_asks_is_told_what_was_loaded_and_why_not(facts):
+    assert told(facts["told"]) == {"loaded_tokens": 6 * BLOCK, "tier": "host", "miss": ""}
+    assert told(facts["own_salt"])["miss"] == "no block of this prompt was ever saved"
+    assert facts["plain"]["replies"][0]["params"] is None
+
+
+def test_a_wish_that_cant_be_read_is_neither_loaded_nor_saved(facts):
+    assert (facts["unknown_wish"]["loads"], facts["unknown_wish"]["saves"]) == ([], [])
+
+
+def test_a_request_that_must_not_read_the_prefix_cache_does_not_load(facts):
+    assert (cached(facts["prompt_logprobs"]), facts["prompt_logprobs"]["loads"]) == (0, [])
+
+
+def test_what_vllm_holds_itself_is_not_loaded(facts):
+    first, again = facts["local_longer"]
+    assert (cached(again), again["loads"]) == (6 * BLOCK, [])
+    assert tokens(first) == tokens(again)
+
+
+def test_the_pool_goes_on_where_vllm_s_own_prefix_ends(facts):
+    _, longer = facts["local_shorter"]
+    assert cached(longer) == 6 * BLOCK
+    assert longer["loads"] == [["landed", True, 4 * BLOCK_BYTES, 4, 0]]
+    assert tokens(longer) == tokens(facts["plain"])
+
+
+def test_a_reset_pool_finds_nothing_of_before_and_then_works_on(facts):
+    assert facts["reset"] is True
+    assert facts["after_reset"]["loads"] == []
+    assert facts["after_reset_again"]["loads"] == HIT
+
+
+def test_nothing_is_left(facts):
+    assert facts["drained"] == facts["lora_drained"]
+    assert facts["drained"]["idle"]
+    assert (facts["drained"]["held"], facts["drained"]["requests"]) == (0, 0)
+    assert facts["threads"] == facts["lora_threads"] == []
