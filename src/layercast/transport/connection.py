@@ -159,8 +159,8 @@ class Connection:
             while self._ledger.error is None:  # what is still in the buffers of a dropped connection is not taken
                 self._handle(read_frame(self._sock))
         except Malformed as error:
-            _log.error("dropping %s: %s", self.peer, error)
-            self._lose(error)
+            if self._lose(error):
+                _log.error("dropping %s: %s", self.peer, error)
         except PeerLost as error:
             self._lose(error)
         except OSError as error:
@@ -188,14 +188,16 @@ class Connection:
             self._unacknowledged += 1
             self._ledger.changed.notify_all()
 
-    def _lose(self, error: Exception) -> None:
-        """Fail what is open and wake both threads. Only the first error counts."""
+    def _lose(self, error: Exception) -> bool:
+        """Fail what is open and wake both threads. Only the first error counts; whether this was it."""
         told = error if isinstance(error, PeerLost) else PeerLost(f"this side dropped the connection: {error}")
         if told is not error:
             told.__cause__ = error  # what the handler is told
-        if self._ledger.lose(told):
-            self._queue.clear()
-            shut(self._sock)
+        if not self._ledger.lose(told):
+            return False
+        self._queue.clear()
+        shut(self._sock)
+        return True
 
     def _tell(self) -> None:
         lost = self._ledger.error

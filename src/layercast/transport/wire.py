@@ -194,7 +194,9 @@ def _read(sock: socket.socket, nbytes: int, deadline: float | None) -> bytes:
         sock.settimeout(_left(deadline))  # anew for each part: a trickle of bytes must not stretch the deadline
         got = sock.recv_into(view)
         if got == 0:
-            raise PeerLost("the other side closed the connection during the greeting; its log says why")
+            raise PeerLost(
+                "the other side hung up during the greeting: its log says why; most often the secrets differ"
+            )
         view = view[got:]
     return bytes(buffer)
 
