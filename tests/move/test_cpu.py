@@ -1,8 +1,13 @@
+import sys
 import tracemalloc
 
 import numpy as np
+import pytest
 
+from layercast.errors import BrokenInvariant, Refused
 from layercast.move.cpu import CpuMover
+from layercast.move.flights import HostFlight
+from layercast.move.line import Line
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
 
@@ -24,3 +29,17 @@ class TestCpuMover(MoverLaws):
         tracemalloc.stop()
         assert peak < size * blocks // 64
         assert mover.staging_bytes == 0
+
+
+def test_a_mover_whose_thread_has_ended_fails_what_it_had_and_takes_nothing_new():
+    line, held, flights = Line("layercast-test"), HostFlight(), [HostFlight() for _ in range(3)]
+    line.submit(flights[0], lambda _: sys.exit())
+    line.submit(flights[1], lambda _: flights[1].land())
+    line.submit(flights[2], lambda _: flights[2].land(), after=(held,))
+    for flight in flights:
+        with pytest.raises(BrokenInvariant, match="has ended"):
+            flight.wait(5)
+    with pytest.raises(Refused):
+        line.submit(HostFlight(), lambda _: None)
+    held.land()
+    line.close(5)

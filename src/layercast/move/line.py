@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from layercast.errors import DeadlineExceeded, Refused
+from layercast.errors import BrokenInvariant, DeadlineExceeded, Refused
 from layercast.move.base import Flight
 from layercast.move.flights import HostFlight, first_error
 
@@ -36,7 +36,7 @@ class Line:
         self._queued: dict[Flight, _Job] = {}
         self._closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._jobs, self._died), name=name, daemon=True)
         self._thread.start()
 
     def submit(
@@ -85,6 +85,19 @@ class Line:
                 f"{len(abandoned)} copies that wait for others were given up"
             )
 
+    def _died(self) -> None:
+        """The thread has ended by itself: nothing that it has not done will be done, and nothing new is taken."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            lost = [*self._queued.values(), *self._parked]
+            self._parked.clear()
+        error = BrokenInvariant(f"{self._thread.name} has ended, so nothing is copied any more; restart the engine")
+        for job in lost:
+            if not job.flight.done:
+                job.flight.fail(error)
+
     def _enqueue(self, job: _Job) -> None:
         """With the lock held, so that `_queued` has the order of the queue."""
         job.ready_at = time.monotonic()
@@ -105,15 +118,18 @@ class Line:
             self._changed.notify_all()
 
 
-def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            error = first_error(job.after)
-            if error is None:
-                job.run(job.ready_at)
-            else:
-                job.flight.fail(error)
-        except Exception as error:  # noqa: BLE001  one job's trouble is its own
-            if not job.flight.done:
-                job.flight.fail(error)
-        del job  # what it keeps must not live until the next job comes
+def _work(jobs: "queue.SimpleQueue[_Job | None]", died: Callable[[], None]) -> None:
+    try:
+        while (job := jobs.get()) is not None:
+            try:
+                error = first_error(job.after)
+                if error is None:
+                    job.run(job.ready_at)
+                else:
+                    job.flight.fail(error)
+            except Exception as error:  # noqa: BLE001  one job's trouble is its own
+                if not job.flight.done:
+                    job.flight.fail(error)
+            del job  # what it keeps must not live until the next job comes
+    finally:
+        died()
