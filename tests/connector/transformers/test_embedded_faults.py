@@ -1,5 +1,7 @@
 """The embedded engine when the pool's bytes are damaged, lost, late or no numbers at all."""
 
+import time
+
 import pytest
 from small_engines import flip, pooled_engine, prompt_of
 
@@ -197,3 +199,37 @@ def test_prompts_of_one_batch_that_share_a_prefix_are_saved_and_found_by_all(mod
     assert [result.tokens for result in warm] == [result.tokens for result in cold]
     assert all(result.loaded_tokens >= 64 for result in warm[:3])
     assert all(result.computed_tokens + result.loaded_tokens == len(p) for result, p in zip(warm, prompts, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
+def test_a_slow_pool_is_saved_to_less_and_no_answer_waits_for_it(models, stock, family):
+    """LMCache and vLLM#50031: where the tier was slow, copies piled up until serving went at its pace."""
+    prompts = [prompt_of(100, seed) for seed in range(6)]
+    with pooled_engine(models(family), link_gbps=0.002, blocks=64) as engine:
+        for _ in range(3):
+            requests = {engine.submit(prompt, Params(max_tokens=32, load=False)): prompt for prompt in prompts}
+            answers, longest = {}, 0.0
+            while len(answers) < len(prompts):
+                began = time.monotonic()
+                answers |= {output.request: output.result for output in engine.step() if output.result}
+                longest = max(longest, time.monotonic() - began)
+            assert all(answers[id].tokens == stock(family, tuple(prompt))[0] for id, prompt in requests.items())
+            assert longest < 0.5, "a step waited for copies"
+        engine.drain(30)
+        (again,) = engine.generate(prompts[:1], Params(max_tokens=32))
+    assert again.tokens == stock(family, tuple(prompts[0]))[0]
+
+
+def test_blocks_that_were_not_saved_in_a_crowd_are_caught_up_with(models, monkeypatch):
+    prompt = prompt_of(150)
+    with pooled_engine(models("llama")) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.space), "crowded", True)
+            request = engine.submit(prompt, Params(max_tokens=8))
+            for _ in range(5):
+                engine.step()
+            assert engine.pool.match([*prompt, 0]).tokens == 0
+        while not engine.idle:
+            engine.step()
+        assert request not in engine._live
+        assert engine.pool.match([*prompt, 0]).tokens == 144

@@ -32,6 +32,8 @@ from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind
 
 REPORT_WAIT_S = 1.0
+BUSY_WAIT_S = 0.02
+"""Longest that requests wait for blocks under copy before the youngest of them gives its own back."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +150,7 @@ class Engine:
         if work is not None:
             return lost + self._run(work)
         if not lost:
-            self._wait(REPORT_WAIT_S)
+            self._wait(BUSY_WAIT_S if self._schedule.busy else REPORT_WAIT_S)
         return lost
 
     def generate(
@@ -270,12 +272,20 @@ class Engine:
         return logits
 
     def _saves(self, work: Work) -> tuple[list[SaveOrder], list[tuple[int, int]]]:
-        """Save orders of the blocks that this forward completes, and (running state, snapshot) block pairs to copy."""
-        saves, snapshots = [], []
+        """Save orders of the blocks that are complete after this forward, and (running state, snapshot) pairs to copy.
+
+        While the copies under way hold many blocks nothing new is saved, so that no request waits for a slow pool; what
+        is still there is caught up with later.
+        """
+        saves: list[SaveOrder] = []
+        snapshots: list[tuple[int, int]] = []
+        if self.space.crowded:
+            return saves, snapshots
         for request in work.requests:
-            before, after = request.done, request.done + work.new
+            before, after = request.saved, request.done + work.new
             if not self._to_save(request, before, after):
                 continue
+            request.saved = after
             tables = request.tables
             snapshot = self.space.take_snapshot(tables, after) if self._snapshot_at(after) else None
             order = self.pool.save_order(

@@ -138,6 +138,8 @@ class Request:
     tier: str = "host"
     window: int = 0
     miss: MissReason | None = None
+    saved: int = 0
+    """Tokens whose blocks are stored, were ordered to be, or are not to be."""
     loaded: int = 0
     counted: int = 0
     computed: int = 0
@@ -168,7 +170,7 @@ class Request:
 
     def promised(self, tokens: int) -> None:
         """A load of the first `tokens` tokens is on its way; the first promise counts as loaded."""
-        self.done = tokens
+        self.done = self.saved = tokens
         if self.counted < tokens:
             self.loaded += min(tokens, self.prompt_tokens) - min(self.counted, self.prompt_tokens)
             self.counted = tokens
@@ -177,12 +179,12 @@ class Request:
         """The load failed: everything runs from the start, and nothing counts as loaded."""
         self.miss = MissReason.LOST
         self.recomputed += self.loaded
-        self.loaded = self.computed = self.counted = self.done = 0
+        self.loaded = self.computed = self.counted = self.done = self.saved = 0
         self.load = False
 
     def rewound(self) -> None:
         """The blocks are gone (preemption): run again from the start."""
-        self.done = 0
+        self.done = self.saved = 0
         self.preemptions += 1
 
     def result(self, finish: Finish) -> Result:

@@ -38,6 +38,8 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._running: list[Request] = []
         self._prefill_next = True
+        self._waited = False
+        """Whether the last look found nothing to run."""
 
     @property
     def requests(self) -> list[Request]:
@@ -67,7 +69,13 @@ class Scheduler:
         turns = (self._prefill, self._decode) if self._prefill_next else (self._decode, self._prefill)
         work = turns[0]() or turns[1]()
         self._prefill_next = work is None or work.requests[0] is not self._prefilling
+        self._waited = work is None
         return work
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request is in the middle of its prompt or answer."""
+        return bool(self._holders)
 
     def ran(self, work: Work) -> None:
         """The forward was good: count it, and let go of what no later query sees."""
@@ -150,18 +158,21 @@ class Scheduler:
     def _decode(self) -> Work | None:
         for request in list(self._running):
             while request in self._running and not self._space.grow(request.tables, request.done, request.done + 1):
-                if self._space.pending:
-                    return None  # blocks come back when the copies under way have ended
+                if self._space.pending and (not self._waited or self._holders == [request]):
+                    return None  # blocks come back when the copies under way have ended: mostly at once
                 self._preempt()
         return Work(tuple(self._running), 1) if self._running else None
 
     def _preempt(self) -> None:
         """The youngest request gives its blocks back and will run again from the start."""
-        holders = [*self._running, self._prefilling] if self._prefilling else self._running
-        youngest = max(holders, key=lambda request: request.arrival)
+        youngest = max(self._holders, key=lambda request: request.arrival)
         self.remove(youngest)
         youngest.rewound()
         self.add(youngest)
+
+    @property
+    def _holders(self) -> list[Request]:
+        return [*self._running, self._prefilling] if self._prefilling else self._running
 
     def _chunk_end(self, start: int, tokens: int) -> int:
         """Where a chunk from `start` ends: on a block boundary, at every snapshot boundary, or at the last token."""

@@ -57,6 +57,19 @@ class BlockSpace:
         """Copies of any kind that have not ended."""
         return len(self._holds)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether copies that will be reported soon hold over a quarter of some group's blocks."""
+        counts = [0] * len(self.specs)
+        for hold in self._holds.values():
+            for group, blocks in () if hold.lasting else hold.blocks:
+                counts[group] += len(blocks)
+        return any(
+            4 * count > allocator.count
+            for index, (count, allocator) in enumerate(zip(counts, self.allocators, strict=True))
+            if index != self.recurrent
+        )
+
     def tables(self) -> BlockTables:
         """Empty tables."""
         return BlockTables([[] for _ in self.specs])
