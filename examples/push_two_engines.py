@@ -13,7 +13,6 @@ from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine
 from layercast.connector.transformers.requests import Params, Result
-from layercast.flow.orders import LoadOutcome
 from layercast.transport.socket import SocketTransport
 
 
@@ -39,10 +38,8 @@ def main() -> None:
         for engine in (prefill, decode):
             engine.drain(timeout_s=10)
         (alone,) = decode.generate([prompt], Params(max_tokens=8, load=False))
-    (load,) = (receipt for receipt in answer.receipts if isinstance(receipt, LoadOutcome))
-    print(f"prefill: {sent.computed_tokens} computed, {sent.finish}")
-    print(f"decode: {answer.loaded_tokens} received, {answer.computed_tokens} computed, answer {answer.tokens}")
-    print(f"KV moved: {load.nbytes:,} bytes, {load.layers} layers, {'verified' if load.verified else 'not verified'}")
+    print(f"prefill: {sent.receipt.sentence}, {sent.finish}")
+    print(f"decode: {answer.receipt.sentence}, answer {answer.tokens}")
     print(f"the same answer without a push: {alone.tokens == answer.tokens}")
 
 

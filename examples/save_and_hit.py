@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
-from layercast.connector.transformers.requests import Params, Result
-from layercast.flow.orders import LoadOutcome
+from layercast.connector.transformers.requests import Params
 
 
 def tiny_llama() -> PreTrainedModel:
@@ -26,14 +25,6 @@ def tiny_llama() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def show(name: str, result: Result) -> None:
-    print(f"{name}: {result.loaded_tokens} tokens loaded, {result.computed_tokens} computed, answer {result.tokens}")
-    for load in result.receipts:
-        if isinstance(load, LoadOutcome):
-            verified = "verified" if load.verified else "not verified"
-            print(f"  KV moved: {load.nbytes:,} bytes, {load.layers} layers, {verified}")
-
-
 def main() -> None:
     document = torch.randint(3, 512, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     questions = {"cold": [*document, 7, 8, 9], "warm": [*document, 7, 8, 9], "other question": [*document, 30, 31]}
@@ -41,7 +32,8 @@ def main() -> None:
         for name, prompt in questions.items():
             (result,) = engine.generate([prompt], Params(max_tokens=8))
             engine.drain(timeout_s=10)  # what was saved is visible once its copies have ended
-            show(name, result)
+            print(f"{name}: answer {result.tokens}")
+            print(f"  {result.receipt.sentence}")
 
 
 if __name__ == "__main__":

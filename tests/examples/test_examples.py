@@ -36,16 +36,19 @@ def test_a_saved_prompt_is_loaded_and_answers_the_same(tmp_path):
     text, beyond = run(ROOT / "examples" / "save_and_hit.py", tmp_path / "beyond")
     cold, warm, other = answers(text)
     assert cold == warm != other
-    assert re.findall(r"(\d+) tokens loaded, (\d+) computed", text) == [("0", "203"), ("192", "11"), ("192", "10")]
-    assert text.count("6 layers, verified") == 2
+    assert re.findall(r"(\d+) computed, (nothing|\d+) loaded", text) == [
+        ("203", "nothing"),
+        ("11", "192"),
+        ("10", "192"),
+    ]
+    assert len(re.findall(r"294,912 bytes, 6 layers.*, verified", text)) == 2
     assert beyond == ""
 
 
 def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(tmp_path):
     text, beyond = run(ROOT / "examples" / "push_two_engines.py", tmp_path / "beyond")
-    assert "prefill: 199 computed, pushed" in text
-    assert "decode: 199 received, 1 computed" in text
-    assert "6 layers, verified" in text
+    assert re.search(r"prefill: .* 199 computed, .*, pushed", text)
+    assert re.search(r"decode: .* 1 computed, 199 loaded from peer \(319,488 bytes, 6 layers.*, verified\)", text)
     assert "the same answer without a push: True" in text
     assert beyond == ""
 
