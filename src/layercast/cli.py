@@ -5,6 +5,7 @@ Engines are imported by the commands that need them, never when this module is.
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,22 @@ import msgspec
 import typer
 
 from layercast import __version__
-from layercast.errors import LayercastError
+from layercast.errors import BadSetting, LayercastError
 
 if TYPE_CHECKING:
     from layercast.doctor import Check
+
+LINK_GBPS = 2.0
+"""The demo's link unless told otherwise: slow enough that a laptop shows what runs behind compute."""
+
+
+class Dtype(StrEnum):
+    """The demo's element types."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
 
 app = typer.Typer(
     help="A language model's KV cache, moved layer by layer.",
@@ -77,14 +90,16 @@ def _print_checks(checks: "tuple[Check, ...]") -> None:
 @app.command()
 def demo(
     json: JsonFile = None,
-    out: Annotated[Path, typer.Option(help="Folder for timeline.png, timeline.html, trace.json, demo.json.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for timeline.png, timeline.html, trace.json, and demo.json without --json.")
+    ] = Path("demo-out"),
     link_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Pace the link to this many gigabits per second.")
+        float, typer.Option(min=0.0, help="Pace copies to a link of this many gigabits a second; 0 = do not pace.")
+    ] = LINK_GBPS,
+    dtype: Annotated[Dtype, typer.Option(help="auto: the quicker one here.")] = Dtype.AUTO,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for the converted model (default: layercast in the user's cache).")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the quicker one here), bfloat16 or float32.")] = "auto",
-    cache: Annotated[Path | None, typer.Option(help="Folder for the converted model.")] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -92,19 +107,31 @@ def demo(
     from layercast.config import cache_folder, from_sources
 
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
-    from layercast.demo.report import write_files, write_terminal
+    figures = json or out / "demo.json"
+    _make_folders(out, figures.parent)
+    from layercast.demo.report import encoded, write_pictures, write_terminal
     from layercast.demo.scenario import Options, run
 
-    options = Options(config=chosen, cache=cache or cache_folder(), link_gbps=link_gbps, dtype=dtype)
+    options = Options(config=chosen, cache=cache or cache_folder(), link_gbps=link_gbps or None, dtype=dtype.value)
     result = run(options, lambda line: print(line, file=sys.stderr, flush=True))
-    write_files(result, out)
-    if json is not None:
-        _write(json, msgspec.json.encode(result.modes))
-    write_terminal(result, out)
+    write_terminal(result, out, figures)
+    figures.write_bytes(encoded(result))
+    write_pictures(result, out)
+
+
+def _make_folders(*folders: Path) -> None:
+    """Raises BadSetting, before anything long has run, for a folder that can't be written."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with --out") from error
+        if not os.access(folder, os.W_OK):
+            raise BadSetting(f"{folder}: can't be written; choose another with --out")
 
 
 def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folders(path.parent)
     path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 

@@ -5,7 +5,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from layercast.demo.report import MODES, DemoResult, ModeResult, answers, moved_line, write_files, write_terminal
+from layercast.demo.report import (
+    MODES,
+    DemoResult,
+    ModeResult,
+    answers,
+    encoded,
+    moved_line,
+    write_pictures,
+    write_terminal,
+)
 from layercast.errors import Refused
 from layercast.observe.timeline import Span, SpanKind
 
@@ -18,7 +27,7 @@ COLD = ModeResult(
     layers=30,
     exposed_ms=0.0,
     overlap=None,
-    verified=False,
+    verified=None,
     pids=(11,),
     text="Paris.",
 )
@@ -51,7 +60,7 @@ def changed(name, **changes):
 
 def printed(result, tmp_path):
     text = io.StringIO()
-    write_terminal(result, tmp_path, Console(file=text, width=80))
+    write_terminal(result, tmp_path, tmp_path / "demo.json", Console(file=text, width=80))
     return text.getvalue()
 
 
@@ -80,8 +89,8 @@ def test_the_terminal_shows_one_table_with_a_row_a_mode_and_the_line(tmp_path):
     assert "\nKV moved: 66,355,200 bytes, 30 layers, verified\n" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in MODES]
     assert [row[0] for row in rows] == list(MODES)
-    assert rows[0][1:] == ["2,000", "1.00", "1,024", "0", "-", "-", "-", "-"]
-    assert rows[2][1:] == ["300", "0.15", "64", "960", "22.1", "12", "90%", "yes"]
+    assert rows[0][1:] == ["2,000", "100%", "1,024", "0", "-", "-", "-", "-"]
+    assert rows[2][1:] == ["300", "15%", "64", "960", "22.1", "12", "90%", "yes"]
 
 
 def test_an_unpaced_link_is_not_called_paced(tmp_path):
@@ -89,15 +98,16 @@ def test_an_unpaced_link_is_not_called_paced(tmp_path):
 
 
 def test_the_files_hold_every_mode_and_all_fields(tmp_path):
-    write_files(RESULT, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "demo.json",
-        "timeline.html",
-        "timeline.png",
-        "trace.json",
-    }
-    told = json.loads((tmp_path / "out" / "demo.json").read_text())
+    write_pictures(RESULT, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.html", "timeline.png", "trace.json"}
+    assert "link paced to 2 Gbit/s" in (tmp_path / "timeline.html").read_text()
+    told = json.loads(encoded(RESULT))
     assert list(told) == list(MODES)
     fields = "ttft_ms prompt_tokens computed_tokens loaded_tokens bytes layers exposed_ms overlap verified pids text"
-    assert all(list(mode) == fields.split() for mode in told.values())
-    assert "link paced to 2 Gbit/s" in (tmp_path / "out" / "timeline.html").read_text()
+    assert all(list(mode)[:11] == fields.split() for mode in told.values())
+    assert list(told["push"])[11:] == ["transfer_ms", "link_gbps", "rounds"]
+
+
+def test_figures_are_told_to_the_microsecond():
+    told = json.loads(encoded(DemoResult(modes=changed("bulk", ttft_ms=1 / 3, rounds=(2 / 3,)), spans={})))
+    assert (told["bulk"]["ttft_ms"], told["bulk"]["rounds"]) == (0.333, [0.667])

@@ -22,13 +22,17 @@ START_S, END_S = 120.0, 30.0
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process needs: a converted model's folder, torch's dtype by name, compute threads, a shared secret."""
+    """What the process needs: a converted model's folder, torch's dtype by name, compute threads, a shared secret.
+
+    warm_up: a prompt to run first. link_gbps: what the link is paced to, None = not paced.
+    """
 
     folder: str
     dtype: str
     threads: int
     secret: bytes
     config: Config
+    warm_up: list[int]
     link_gbps: float | None
 
 
@@ -96,12 +100,13 @@ def prefill_process(setup: Setup) -> Iterator[Prefiller]:
 
 
 def _serve(connection: Connection, encoded: bytes) -> None:
-    """The process: one job, then the end. A parent that goes away ends it too."""
+    """The process: jobs until the parent goes away."""
     import torch
 
     from layercast.connector.transformers.embedded import open_engine
     from layercast.connector.transformers.requests import Params
     from layercast.demo.model import load
+    from layercast.demo.sizes import SETTINGS
     from layercast.transport.socket import SocketTransport
 
     setup = msgspec.msgpack.decode(encoded, type=Setup)
@@ -109,16 +114,21 @@ def _serve(connection: Connection, encoded: bytes) -> None:
     model, _ = load(Path(setup.folder), getattr(torch, setup.dtype))
     timeline = Timeline()
     transport = SocketTransport(setup.secret, link_gbps=setup.link_gbps)
-    with open_engine(model, setup.config, transport=transport, timeline=timeline) as engine:
-        engine.generate([list(range(64))], Params(max_tokens=2, load=False, save=False))
-        timeline.clear()
+    with open_engine(model, setup.config, SETTINGS, transport=transport, timeline=timeline) as engine:
+        engine.generate([setup.warm_up], Params(max_tokens=2, load=False, save=False))
         connection.send_bytes(b"ready")
-        try:
-            job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
-        except EOFError:
-            return
-        engine.submit(job.prompt, Params(save=False), push=job.ticket)
-        while not engine.idle:
-            engine.step()
-        engine.drain(setup.config.push_timeout_s)
-        connection.send_bytes(msgspec.msgpack.encode(Done(os.getpid(), timeline.spans())))
+        while (job := _next_job(connection)) is not None:
+            timeline.clear()
+            engine.submit(job.prompt, Params(save=False), push=job.ticket)
+            while not engine.idle:
+                engine.step()
+            engine.drain(setup.config.push_timeout_s)
+            connection.send_bytes(msgspec.msgpack.encode(Done(os.getpid(), timeline.spans())))
+
+
+def _next_job(connection: Connection) -> Job | None:
+    """The next job; None once the parent has gone."""
+    try:
+        return msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
+    except EOFError:
+        return None

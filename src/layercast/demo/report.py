@@ -18,15 +18,16 @@ from layercast.observe.traces import write_trace
 MODES = ("cold", "bulk", "layerwise", "push")
 NOTES = {
     "cold": "Nothing to load: all tokens are computed, and each layer is saved while the next one computes.",
-    "bulk": "The first layer waits until the KV of all layers has arrived.",
-    "layerwise": "Each layer waits for its own KV only; the rest arrives while it computes.",
-    "push": "Another process computes; its KV arrives here layer by layer, as it is written.",
+    "bulk": "Layer 0 waits until the KV of all layers has arrived; only then does anything compute.",
+    "layerwise": "Each layer waits for its own KV only; that of later layers arrives while it computes.",
+    "push": "Another process computes the prompt; its KV arrives here as each layer is written.",
 }
-COLUMNS = ("", "TTFT ms", "of cold", "computed", "loaded", "KV MB", "waited", "hidden", "verified")
+COLUMNS = ("", "TTFT ms", "vs cold", "computed", "loaded", "KV MB", "waited", "hidden", "verified")
 CAPTION = (
-    "TTFT: time to the first token. computed, loaded: tokens of the prompt.\n"
+    "TTFT: time to the first token, the median of {rounds} rounds. computed, loaded: tokens of the prompt.\n"
     "waited: ms that the forward waited for KV. hidden: part of the transfer behind compute.\n"
-    "push: another process computes all but one token; waited: what landed after its last layer.\n"
+    "push: another process computes all but one token, so TTFT holds its compute;\n"
+    "waited: ms from its last layer's end to the landing of its last KV.\n"
 )
 TITLE = "Where the time to the first token goes"
 
@@ -35,9 +36,12 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One way of answering, as it stands in demo.json.
 
     prompt_tokens = computed_tokens + loaded_tokens. bytes, layers: KV that moved to this answer's engine.
+    transfer_ms: from the first copy's start to the last one's end (of a push: the sum of its copies).
     exposed_ms: what the forward waited for it (of a push: what landed after the sender's last layer).
-    overlap: the hidden part of the transfer, None without one.
-    verified: every landed layer's digest equals the one taken at saving. pids: processes that took part.
+    overlap: 1 - exposed / transfer, None without a transfer.
+    verified: every landed layer's digest equals the one taken at saving, None where nothing landed. pids: processes
+    that took part. link_gbps: what the copies were paced to, None = not paced. rounds: ttft_ms of every round; the
+    figures are those of the round in the middle.
     """
 
     ttft_ms: float
@@ -48,9 +52,12 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     exposed_ms: float
     overlap: float | None
-    verified: bool
+    verified: bool | None
     pids: tuple[int, ...]
     text: str
+    transfer_ms: float = 0.0
+    link_gbps: float | None = None
+    rounds: tuple[float, ...] = ()
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +86,7 @@ def moved_line(modes: Mapping[str, ModeResult]) -> str:
 def table_of(result: DemoResult) -> Table:
     """One row a mode."""
     table = Table(
-        title=_with_link(result, result.about or TITLE) + "\n",
+        title=_with_link(result, result.about or TITLE),
         title_justify="left",
         title_style="bold",
         box=None,
@@ -90,7 +97,7 @@ def table_of(result: DemoResult) -> Table:
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     cold = result.modes["cold"].ttft_ms if "cold" in result.modes else None
     for name, mode in result.modes.items():
-        share = f"{mode.ttft_ms / cold:.2f}" if cold else "-"
+        share = f"{mode.ttft_ms / cold:.0%}" if cold else "-"
         moved = (f"{mode.bytes / 1e6:,.1f}", f"{mode.exposed_ms:,.0f}") if mode.loaded_tokens else ("-", "-")
         hidden = "-" if mode.overlap is None else f"{mode.overlap:.0%}"
         checked = ("yes" if mode.verified else "NO") if mode.loaded_tokens else "-"
@@ -116,30 +123,48 @@ def panels_of(result: DemoResult) -> tuple[Panel, ...]:
     )
 
 
-def write_files(result: DemoResult, out: Path) -> None:
-    """Write demo.json, timeline.html, timeline.png and trace.json (Perfetto) into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(result.modes), indent=2)
-    (out / "demo.json").write_bytes(encoded + b"\n")
+def encoded(result: DemoResult) -> bytes:
+    """The modes as JSON, numbers to the microsecond."""
+    plain = {name: _rounded(msgspec.to_builtins(mode)) for name, mode in result.modes.items()}
+    return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
+
+
+def write_pictures(result: DemoResult, out: Path) -> None:
+    """Write timeline.html, timeline.png and trace.json (Perfetto) into `out`, which exists."""
     panels, title = panels_of(result), _with_link(result, TITLE)
     write_html(panels, out / "timeline.html", title)
     write_trace(panels, out / "trace.json")
     write_png(panels, out / "timeline.png", title)
 
 
-def write_terminal(result: DemoResult, out: Path, console: Console | None = None) -> None:
+def write_terminal(result: DemoResult, out: Path, json: Path, console: Console | None = None) -> None:
     """Print the table, the answer, the line on what moved, and where the files are."""
     console = console or Console()
     console.print(table_of(result))
-    console.print(CAPTION, style="dim", highlight=False, soft_wrap=True)
+    rounds = max((len(mode.rounds) for mode in result.modes.values()), default=1)
+    console.print(CAPTION.format(rounds=rounds), style="dim", highlight=False, soft_wrap=True)
     console.print(answers(result.modes), markup=False)
     console.print(moved_line(result.modes), style="bold", highlight=False, soft_wrap=True)
     console.print(
-        f"Pictures: {out / 'timeline.png'}, {out / 'timeline.html'}; for ui.perfetto.dev: {out / 'trace.json'}",
+        f"Pictures: {out / 'timeline.png'}, {out / 'timeline.html'}; for ui.perfetto.dev: {out / 'trace.json'}; "
+        f"figures: {json}",
         highlight=False,
         soft_wrap=True,
     )
 
 
+def _rounded(values: dict[str, object]) -> dict[str, object]:
+    return {
+        name: [round(one, 3) for one in value]
+        if name == "rounds" and isinstance(value, list | tuple)
+        else round(value, 3)
+        if isinstance(value, float)
+        else value
+        for name, value in values.items()
+    }
+
+
 def _with_link(result: DemoResult, title: str) -> str:
-    return title if result.link_gbps is None else f"{title} (link paced to {result.link_gbps:g} Gbit/s)"
+    if result.link_gbps is None:
+        return f"{title} (link not paced)"
+    return f"{title} (link paced to {result.link_gbps:g} Gbit/s)"

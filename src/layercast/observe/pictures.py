@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     SpanKind.COMPUTE: "#0072B2",
+    SpanKind.REMOTE: "#56B4E9",
     SpanKind.WAIT: "#B9B9B9",
     SpanKind.LOAD: "#E69F00",
     SpanKind.SAVE: "#009E73",
@@ -26,6 +27,7 @@ COLOURS = {
 """Okabe and Ito's colours, which stay apart for every common colour vision."""
 WORDS = {
     SpanKind.COMPUTE: "layer computes",
+    SpanKind.REMOTE: "layer computes in the other process",
     SpanKind.WAIT: "compute waits",
     SpanKind.LOAD: "KV loads from the pool",
     SpanKind.SAVE: "KV saves to the pool",
@@ -35,7 +37,7 @@ HOW_TO_READ = (
     "A row is one layer of the model, time runs to the right. In each row: above, the layer computing (or waiting); "
     "below, its KV being copied."
 )
-LANES = {SpanKind.COMPUTE: (0.06, 0.50), SpanKind.WAIT: (0.06, 0.50)}
+LANES = dict.fromkeys((SpanKind.COMPUTE, SpanKind.REMOTE, SpanKind.WAIT), (0.06, 0.50))
 """Top and height of a kind's bar inside its row of height 1; copies lie in the lower part."""
 COPY_LANE = (0.58, 0.36)
 

@@ -15,6 +15,8 @@ class SpanKind(StrEnum):
     """What took the time."""
 
     COMPUTE = "compute"
+    REMOTE = "remote"
+    """Compute of another process."""
     LOAD = "load"
     SAVE = "save"
     PUSH = "push"
