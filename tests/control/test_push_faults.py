@@ -113,6 +113,23 @@ def test_an_announcement_that_a_slow_peer_does_not_take_ends_the_push_at_once():
         stuck.set()
 
 
+def test_a_layer_that_a_slow_peer_does_not_take_is_never_announced_and_ends_the_push():
+    with sides() as (prefill, decode, _):
+        prefill.transport.max_open_bytes = 1
+        stuck, handle = threading.Event(), decode.node.target.handle
+        decode.node.target.handle = lambda peer, said: (stuck.wait(20), handle(peer, said))
+        ticket = offered(decode)
+        send(prefill, ticket)
+        assert prefill.node.source.push(ticket.transfer).state is PushState.ABORTED
+        push = decode.node.target.push(ticket.transfer)
+        stuck.set()
+        until(lambda: push.peer is not None)
+        prefill.node.source.forget(ticket.transfer)
+        until(lambda: push.quiet)
+        assert all(flight.error is not None for flight in push.arrival.flights.values())
+        assert not any(decode.bytes.arrays[layer].any() for layer in range(LAYERS))
+
+
 def test_a_ticket_is_taken_once_by_one_engine():
     with sides() as (prefill, decode, _):
         ticket = offered(decode)

@@ -28,7 +28,6 @@ class Outgoing(Push):
 
     run: PushRun = field(init=False)
     left: int = field(kw_only=True)
-    nbytes: int = 0
 
 
 class PushSource:
