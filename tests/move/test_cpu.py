@@ -31,6 +31,7 @@ class TestCpuMover(MoverLaws):
         assert mover.staging_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mover_whose_thread_has_ended_fails_what_it_had_and_takes_nothing_new():
     line, held, flights = Line("layercast-test"), HostFlight(), [HostFlight() for _ in range(3)]
     line.submit(flights[0], lambda _: sys.exit())

@@ -241,6 +241,11 @@ class SchedulerSide:
         """Whether every lease and reservation has ended."""
         return self.directory.idle
 
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether an order has not ended on every rank."""
+        return bool(self._ranks_left)
+
     def _last(self, order: str) -> bool:
         """Count one rank's end of an order; whether it was the last one's."""
         self._ranks_left[order] -= 1

@@ -102,6 +102,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._lost(known, match, tables)
             return
         known.loading = order.id
+        self._drain_until_s = time.monotonic() + DRAIN_S
         self._holds.hold(order.id, order.pairs)
         (self._due.background if self._background else self._due.loads).append(order)
 
@@ -179,6 +180,7 @@ class SchedulerHooks(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers report."""
         for request in connector_output.failed_recving or ():
+            self._drain_until_s = time.monotonic() + DRAIN_S
             self._distrust(request)
         found = connector_output.kv_connector_worker_meta
         for rank, report in found.reports if isinstance(found, Reports) else ():
@@ -199,12 +201,12 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.failed, known.load, known.loading = True, False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine should go on stepping: saves are to be ordered or reported, and not overdue."""
+        """Whether an idle engine should go on stepping: copies are to be ordered or reported, and not overdue."""
         return self.side is not None and not self._quiet and time.monotonic() < self._drain_until_s
 
     @property
     def _quiet(self) -> bool:
-        return self._due.empty and self._side.directory.quiet
+        return self._due.empty and not self._side.awaits_reports
 
     def reset_cache(self) -> bool:
         """Change the identity of all KV: what is stored is found no more, nor is what live requests have computed.
