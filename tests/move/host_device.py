@@ -34,7 +34,7 @@ class HostDevice:
         self.live: set[int] = set()
         self._lock = threading.Lock()
         self._last = 0
-        sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "write": 4}
+        sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "write": 4, "hold": 4}
         made = {name: self._call(name, size) for name, size in sizes.items()}
         self.calls = Calls(**made, syscall=words._syscall)
 
@@ -63,6 +63,9 @@ class HostDevice:
 
     def _write(self, _stream: int, address: int, value: int, _flags: int) -> None:
         ctypes.c_int32.from_address(address).value = value
+
+    def _hold(self, _stream: int, address: int, value: int, _flags: int) -> None:
+        assert ctypes.c_int32.from_address(address).value >= value, "nothing here would ever set it"
 
     def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, parameters, _extra) -> None:
         assert function == KERNEL.function
@@ -101,6 +104,9 @@ class HostDevice:
 
     def happened(self, event: int) -> bool:
         return True
+
+    def stream_waits_for_value(self, stream: int, address: int, value: int) -> None:
+        self.check("hold", self.calls.hold(stream, address, value, 0))
 
     def sleep_until(self, event: int) -> None:
         assert event in self.live

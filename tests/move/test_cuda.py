@@ -292,6 +292,7 @@ def test_memory_is_usable_before_during_and_after_pinning(driver, mover):
     assert driver.kind_of(at) == PAGEABLE
     check()
     pinning = Pinning(driver, at, nbytes, slice_bytes=16 << 20)
+    mover.cut_at(pinning.cuts)
     check()
     pinning.wait(SOON_S)
     assert not pinning.refusal
@@ -318,7 +319,7 @@ def test_an_address_the_device_refuses_fails_that_copy_alone(driver, mover):
     pool = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
     host = torch.full((1 << 16,), 9, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
-    wrong = mover.submit(pieces_of((pool.data_ptr(), pool.data_ptr() + (1 << 46), 64)))
+    wrong = mover.submit(pieces_of((host.data_ptr(), pool.data_ptr(), 1 << 40)))
     right = mover.submit(pieces_of((host.data_ptr(), pool.data_ptr(), 1 << 16)))
     with pytest.raises(DeviceFailed):
         wrong.wait(SOON_S)

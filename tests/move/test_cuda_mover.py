@@ -89,9 +89,13 @@ def test_a_step_sets_the_flags_it_was_given(device):
     source, target = memory.alloc(64), memory.alloc(64)
     flags = np.zeros(3, np.int32)
     lists = [pieces_of((source + 16 * i, target + 16 * i, 16)) for i in range(3)]
-    for flight in mover.submit_all(lists, flags=[flags.ctypes.data + 4 * i for i in range(3)]):
+    at = [flags.ctypes.data + 4 * i for i in range(3)]
+    for flight in mover.submit_all(lists, flags=at):
         flight.wait(SOON_S)
     assert flags.tolist() == [1, 1, 1]
+    for flight in mover.submit_all(lists, behind=at):
+        flight.wait(SOON_S)
+    assert [entry[2] for entry in device.log if entry[0] == "hold"] == at
     mover.close(SOON_S)
 
 

@@ -29,6 +29,8 @@ from layercast.plan.pieces import DigestRanges, Pieces
 
 STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
+LANDINGS = 4
+"""Times a step's flights are ended, some at a time. Gates need none of them."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
 
@@ -40,6 +42,15 @@ class _Arm:
     lane: Lane
     line: Line
     watcher: Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class _Signals:
+    """Addresses of 32-bit words: the flights' own, those to set behind each batch, those each batch waits for."""
+
+    words: int
+    flags: Sequence[int]
+    behind: Sequence[int]
 
 
 class CudaMover(Mover):
@@ -68,6 +79,7 @@ class CudaMover(Mover):
         self._arms: dict[Direction, _Arm] = {}
         self._closed = False
         self._staged = 0
+        self._cuts = np.zeros(0, np.int64)
         self._read_back = (0, 0)
 
     @classmethod
@@ -91,11 +103,13 @@ class CudaMover(Mover):
         after: Sequence[Flight] = (),
         keep: Sequence[object] = (),
         flags: Sequence[int] = (),
+        behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
         """Copy several batches, all in one direction and in this order, behind `after`; a flight for each.
 
         They are issued in one call, without the interpreter lock. flags: for each batch the address of a 32-bit word,
-        in pinned or device memory, that the device sets to 1 behind it. Returns at once. Raises Refused once closed.
+        in pinned or device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A
+        word that nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
         """
         if not batches:
             return []
@@ -106,12 +120,19 @@ class CudaMover(Mover):
         events, others = recorded_events(tuple(after))
 
         def run(_ready_at: float) -> None:
-            program, hurdles = Program(), [flight.event.handle for flight in events]
+            hurdles = [flight.event.handle for flight in events]
             self._driver.bind()
-            self._write(program, arm.lane, batches, flights, hurdles, (words.ctypes.data, flags))
-            for flight in flights:
-                arm.watcher.add(flight)
-            self._issue(program.table(), errors)
+            for some in _groups(flights):
+                arm.watcher.add(some)
+            # The first batches move while the program of the others is written.
+            for part in _growing(count):
+                program, signals = (
+                    Program(self._cuts),
+                    _Signals(words.ctypes.data + 4 * part.start, flags[part], behind[part]),
+                )
+                self._write(program, arm.lane, batches[part], flights[part], hurdles, signals)
+                self._issue(program.table(), errors[part])
+                hurdles = []
 
         arm.line.submit(flights[0] if count == 1 else _whole(flights), run, others, keep)
         return flights
@@ -153,6 +174,10 @@ class CudaMover(Mover):
         """Choose ways by these costs from now on (see cuda_costs.measure)."""
         for direction, cost in costs.items():
             self._arm(direction).lane.costs = cost
+
+    def cut_at(self, addresses: Sequence[int]) -> None:
+        """Let no copy of the engine cross these, where pieces of host memory that were pinned apart meet."""
+        self._cuts = np.unique(np.concatenate([self._cuts, np.array(addresses, np.int64)]))
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted, end the threads, give the memory back. Raises DeadlineExceeded."""
@@ -199,7 +224,7 @@ class CudaMover(Mover):
             return self._arms[direction]
 
     def _watch(self, flight: CudaFlight) -> None:
-        self._arm(Direction.LOCAL).watcher.add(flight)
+        self._arm(Direction.LOCAL).watcher.add([flight])
 
     def _write(
         self,
@@ -208,23 +233,26 @@ class CudaMover(Mover):
         batches: Sequence[Pieces],
         flights: Sequence[CudaFlight],
         hurdles: list[int],
-        signals: tuple[int, Sequence[int]],
+        signals: "_Signals",
     ) -> None:
-        """The whole step as a program. signals: address of the flights' words, and of the caller's flags."""
+        """The batches as a program."""
         rows = rows_of(list(batches))
+        if lane.direction is Direction.DOWN:  # host memory takes ascending addresses faster
+            rows = rows.take(np.lexsort((rows.target, rows.batch)))
         pinned = self._pinned(rows)
         way = lane.way(rows) if pinned else Way.ENGINE
         started = lane.start(program, hurdles, way)
         ends = np.searchsorted(rows.batch, np.arange(len(batches)), side="right").tolist()
-        words, flags = signals
         stream = lane.copy
         for index, (first, last) in enumerate(zip(chain([0], ends), ends, strict=False)):
             program.owner = index
+            if signals.behind:
+                lane.hold_until(program, signals.behind[index], way)
             stream = lane.move(program, rows.take(slice(first, last)), way, pinned=pinned)
             program.record(flights[index].event.handle, stream)
-            if flags:
-                program.write(stream, flags[index])
-            program.post(words + 4 * index)
+            if signals.flags:
+                program.write(stream, signals.flags[index])
+            program.post(signals.words + 4 * index)
         lane.finish(program, started, stream)
 
     def _pinned(self, rows: Rows) -> bool:
@@ -272,6 +300,18 @@ def torch_stream() -> int:
     import torch
 
     return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _growing(count: int) -> list[slice]:
+    """Parts of 1, 2, 4, ... batches."""
+    starts = [(1 << nth) - 1 for nth in range(count.bit_length())]
+    return [slice(first, min(2 * first + 1, count)) for first in starts if first < count]
+
+
+def _groups(flights: Sequence[CudaFlight]) -> list[Sequence[CudaFlight]]:
+    """Flights that land together, so that a step wakes a thread a few times, not once a layer."""
+    size = max(1, len(flights) // LANDINGS)
+    return [flights[first : first + size] for first in range(0, len(flights), size)]
 
 
 def _whole(flights: Sequence[CudaFlight]) -> HostFlight:

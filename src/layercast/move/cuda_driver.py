@@ -28,7 +28,8 @@ class Calls:
     copy(to, from, bytes, stream);
     copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
     record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
-    parameters, 0); write(stream, address, value, 0): a 32-bit word, in stream order; syscall: libc's.
+    parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
+    least `value`; syscall: libc's.
     """
 
     copy: Call
@@ -37,6 +38,7 @@ class Calls:
     wait: Call
     launch: Call
     write: Call
+    hold: Call
     syscall: Call
 
 
@@ -67,7 +69,6 @@ class Driver:
         self.calls = self._calls()
         self._query = self._typed("cuEventQuery", 1)
         self._synchronize = self._typed("cuEventSynchronize", 1)
-        self._wait_value = self._typed("cuStreamWaitValue32_v2", 4)
         self.bind()
 
     def bind(self) -> None:
@@ -128,7 +129,7 @@ class Driver:
 
     def stream_waits_for_value(self, stream: int, address: int, value: int) -> None:
         """Hold the stream until the 32-bit word at `address` is at least `value`. May be captured in a graph."""
-        self.check("cuStreamWaitValue32", self._wait_value(stream, address, value, 0))
+        self.check("cuStreamWaitValue32", self.calls.hold(stream, address, value, 0))
 
     def stream_writes_value(self, stream: int, address: int, value: int) -> None:
         """Write a 32-bit word in stream order. May be captured in a graph."""
@@ -182,6 +183,7 @@ class Driver:
             wait=self._typed("cuStreamWaitEvent", 3),
             launch=self._typed("cuLaunchKernel", 11),
             write=self._typed("cuStreamWriteValue32_v2", 4),
+            hold=self._typed("cuStreamWaitValue32_v2", 4),
             syscall=syscall,
         )
 

@@ -5,11 +5,12 @@ wait for it, though nothing may have moved yet. It has *landed* once the event h
 Does not know pieces, programs or gates.
 """
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +90,12 @@ class CudaFlight(HostFlight):
             post(self._words, self._index, DROPPED)
         super().fail(error)
 
+    def sleep_until_happened(self, driver: Driver) -> None:
+        """Block until its event has happened, or never will. For the watcher."""
+        if self.sleep_until_recorded(_FOREVER_S) and self.recorded:
+            with contextlib.suppress(LayercastError):  # whoever settles it learns of it again
+                driver.sleep_until(self.event.handle)
+
     def settle(self, driver: Driver) -> None:
         """Block until its event has happened, then end it. For the watcher."""
         self.sleep_until_recorded(_FOREVER_S)
@@ -140,28 +147,30 @@ class Watcher:
     """One thread that ends flights in the order in which they were handed to it."""
 
     def __init__(self, driver: Driver, name: str) -> None:
-        self._flights: queue.SimpleQueue[CudaFlight | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Sequence[CudaFlight]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_watch, args=(driver, self._flights), name=name, daemon=True)
         self._thread.start()
 
-    def add(self, flight: CudaFlight) -> None:
-        """End it when its event has happened."""
-        self._flights.put(flight)
+    def add(self, flights: Sequence[CudaFlight]) -> None:
+        """End these, in the order of one stream, when the last of their events has happened."""
+        self._flights.put(flights)
 
     def close(self, timeout_s: float) -> None:
         """End the thread once all it was given has ended. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
-        self._flights.put(None)
+        self._flights.put(())
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise DeadlineExceeded(f"{self._thread.name}: copies have not ended within {timeout_s:g} s")
 
 
-def _watch(driver: Driver, flights: "queue.SimpleQueue[CudaFlight | None]") -> None:
+def _watch(driver: Driver, work: "queue.SimpleQueue[Sequence[CudaFlight]]") -> None:
     driver.bind()
-    while (flight := flights.get()) is not None:
-        flight.settle(driver)
-        del flight
+    while flights := work.get():
+        flights[-1].sleep_until_happened(driver)
+        for flight in flights:
+            flight.settle(driver)
+        del flight, flights
 
 
 def recorded_events(flights: "tuple[Flight, ...]") -> tuple[list[CudaFlight], list[Flight]]:

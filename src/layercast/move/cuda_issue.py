@@ -31,6 +31,8 @@ def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
                 code = calls.copy(a, b, c, d)
             elif op == Op.LAUNCH:
                 code = calls.launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
+            elif op == Op.HOLD:
+                code = calls.hold(a, b, c, 0)
             elif op == Op.RECORD:
                 code = calls.record(a, b)
             elif op == Op.WAIT:
@@ -75,10 +77,10 @@ def _note(errors: npt.NDArray[np.int64], owner: int, code: int) -> None:
 def _loop(calls: Calls, attributes: tuple[int, int], note: Callable[..., None]) -> Issue:
     """The loop over local names alone, which is all that numba can see."""
     copy, copy_batch, launch = calls.copy, calls.copy_batch, calls.launch
-    record, wait, write, syscall = calls.record, calls.wait, calls.write, calls.syscall
+    record, wait, write, hold, syscall = calls.record, calls.wait, calls.write, calls.hold, calls.syscall
     attribute, first = attributes
     is_copy, is_batch, is_launch = int(Op.COPY), int(Op.BATCH), int(Op.LAUNCH)
-    is_record, is_wait, is_write = int(Op.RECORD), int(Op.WAIT), int(Op.WRITE)
+    is_record, is_wait, is_write, is_hold = int(Op.RECORD), int(Op.WAIT), int(Op.WRITE), int(Op.HOLD)
     futex, wake, everybody = FUTEX, WAKE_OP, EVERYBODY
 
     def run(table: Ints, errors: npt.NDArray[np.int64]) -> None:
@@ -94,6 +96,8 @@ def _loop(calls: Calls, attributes: tuple[int, int], note: Callable[..., None]) 
                 code = copy(a, b, c, d)
             elif op == is_launch:
                 code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
+            elif op == is_hold:
+                code = hold(a, b, c, 0)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:

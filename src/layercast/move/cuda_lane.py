@@ -126,6 +126,11 @@ class Lane:
             self._tables.used = 0
         return len(program.rows)
 
+    def hold_until(self, program: Program, address: int, way: Way) -> None:
+        """What moves next waits for a word, on the stream that touches the blocks' memory first."""
+        gathers = way is Way.STAGED and self.direction is Direction.DOWN
+        program.hold_until(self.spread if gathers else self.copy, address)
+
     def move(self, program: Program, rows: Rows, way: Way, *, pinned: bool) -> int:
         """Add the rows' copies; the stream behind which they are complete. pinned: the device reaches both sides."""
         if way is Way.ENGINE or not len(rows):

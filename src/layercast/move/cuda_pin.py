@@ -32,6 +32,11 @@ class Pinning:
         self._thread = threading.Thread(target=self._pin, name="layercast-cuda-pin", daemon=True)
         self._thread.start()
 
+    @property
+    def cuts(self) -> list[int]:
+        """Where slices meet: no copy may cross these (see `CudaMover.cut_at`)."""
+        return [address for address, _ in self._slices[1:]]
+
     def wait(self, timeout_s: float) -> None:
         """Block until all is pinned or refused. Raises DeadlineExceeded."""
         self._thread.join(timeout_s)

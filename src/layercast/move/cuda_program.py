@@ -26,16 +26,21 @@ class Op(IntEnum):
     COPY = 0
     BATCH = 1
     LAUNCH = 2
-    RECORD = 3
-    WAIT = 4
-    WRITE = 5
-    POST = 6
+    HOLD = 3
+    RECORD = 4
+    WAIT = 5
+    WRITE = 6
+    POST = 7
 
 
 @dataclass(slots=True)
 class Program:
-    """Rows under construction. `owner` numbers whom an error belongs to; `held` keeps what the rows point to."""
+    """Rows under construction. `owner` numbers whom an error belongs to; `held` keeps what the rows point to.
 
+    cuts: ascending addresses that no copy may cross, since memory on both sides of them was pinned by itself.
+    """
+
+    cuts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     owner: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     held: list[Ints] = field(default_factory=list)
@@ -50,6 +55,9 @@ class Program:
 
     def copies(self, target: Ints, source: Ints, length: Ints, stream: int, *, batched: bool) -> None:
         """Plain copies, in calls of many pieces where the driver can (`batched`)."""
+        if len(self.cuts):
+            source, target, length = cut(source, target, length, self.cuts)
+            target, source, length = cut(target, source, length, self.cuts)
         if not batched or len(length) == 1:
             for to, from_, nbytes in zip(target.tolist(), source.tolist(), length.tolist(), strict=True):
                 self._add(Op.COPY, to, from_, nbytes, stream)
@@ -64,6 +72,10 @@ class Program:
         address = self.hold(values)
         pointers = self.hold(address + 8 * np.arange(len(values), dtype=np.int64))
         self._add(Op.LAUNCH, function, grid, threads, shared, stream, pointers)
+
+    def hold_until(self, stream: int, address: int) -> None:
+        """The stream goes on once the 32-bit word is 1 or more."""
+        self._add(Op.HOLD, stream, address, 1)
 
     def record(self, event: int, stream: int) -> None:
         """The event happens when what the stream has by now is done."""
@@ -89,3 +101,20 @@ class Program:
 
     def _add(self, op: Op, *arguments: int) -> None:
         self.rows.append((op, *arguments, self.owner))
+
+
+def cut(address: Ints, other: Ints, length: Ints, cuts: Ints) -> tuple[Ints, Ints, Ints]:
+    """The same copies, none of whose ranges from `address` on lies on both sides of a cut."""
+    first, last = (
+        np.searchsorted(cuts, address, side="right"),
+        np.searchsorted(cuts, address + length - 1, side="right"),
+    )
+    parts = np.maximum(last - first, 0) + 1
+    if int(parts.max(initial=1)) == 1:
+        return address, other, length
+    index = np.repeat(np.arange(len(parts)), parts)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+    nearest = first[index] + nth
+    start = np.where(nth == 0, address[index], cuts[np.maximum(nearest - 1, 0)])
+    end = np.where(nth == parts[index] - 1, (address + length)[index], cuts[np.minimum(nearest, len(cuts) - 1)])
+    return start, other[index] + start - address[index], end - start
