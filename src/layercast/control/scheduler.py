@@ -7,6 +7,7 @@ belong to one thread. Knows block numbers and tokens, never tensors, attention o
 import secrets
 from collections.abc import Sequence
 from itertools import count
+from math import lcm
 
 import msgspec
 
@@ -110,10 +111,12 @@ class SchedulerSide:
         extras: ExtrasOf | None = None,
         local_tokens: int = 0,
         request: str | None = None,
+        spare_last: bool = False,
     ) -> Match:
         """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. Promises nothing.
 
-        request: keep the names of its blocks until `finish`, so that nothing is hashed twice.
+        request: keep the names of its blocks until `finish`, so that nothing is hashed twice. spare_last: leave out the
+        last block that could be had, as the KV of a draft at its end depends on the token behind it.
         """
         nothing = ((),) * len(self.specs)
         try:
@@ -122,6 +125,9 @@ class SchedulerSide:
             return Match(0, nothing, nothing, 0, MissReason.NOT_CACHEABLE)
         present = [self.directory.present(group, named) for group, named in enumerate(keys)]
         usable = usable_prefix(self.specs, present, len(tokens), local_tokens=local_tokens)
+        if spare_last and usable.tokens > local_tokens:
+            most = usable.tokens - lcm(*(spec.block_size for spec in self.specs))
+            usable = usable_prefix(self.specs, present, max(0, most) + 1, local_tokens=min(local_tokens, max(0, most)))
         coming = usable.tokens
         if not self.directory.quiet:
             soon = [self.directory.coming(group, named) for group, named in enumerate(keys)]

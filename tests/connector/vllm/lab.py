@@ -4,6 +4,7 @@ Import it first: it sets the environment that vLLM reads when it is imported.
 """
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.platforms.cpu import CpuPlatform
 
 from layercast.move.paced import PacedMover
 
@@ -133,6 +135,15 @@ def without_checkpoints():
         return dataclasses.replace(spec_of(self, config), num_prefill_checkpoint_blocks=0)
 
     MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
+
+
+def register_overrides_once():
+    """vLLM's scan for kernels to override trips over modules that a first engine has imported; once is enough."""
+    register = CpuPlatform.register_triton_kernel_overrides
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(register))
+
+
+register_overrides_once()
 
 
 class Engine:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -40,9 +41,13 @@ TOKEN_ROWS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "CPU_MLA"}
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank's memory: layer ids by vLLM's layer names, its layout, one identity a group."""
+    """One rank's memory: layer ids by vLLM's layer names, its layout, one identity a group.
+
+    target: layers of the model itself, not of a draft that runs after it.
+    """
 
     layers: Mapping[str, int]
+    target: frozenset[int]
     layout: Layout
     identities: tuple[Identity, ...]
 
@@ -55,7 +60,6 @@ def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
     aligned = config.cache_config.enable_prefix_caching and config.cache_config.mamba_cache_mode == "align"
     divergent = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
     reasons = {
-        "speculative decoding (it reports a step before its draft layers have run)": bool(config.speculative_config),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "a kv_role other than kv_both": config.kv_transfer_config.kv_role != "kv_both",
@@ -89,9 +93,28 @@ def register(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, to
         model=model.model,
         revision=model.revision or "",
         weights_version=f"{model.dtype} {model.quantization}",
+        draft=_draft(config),
         packing=f"{sorted(set(kernels))} {caches.kv_cache_layout} {config.cache_config.cache_dtype}",
     )
-    return Registration(layers, layout, identities)
+    target = frozenset(layer for name, layer in layers.items() if not _is_draft(config, name))
+    return Registration(layers, target, layout, identities)
+
+
+def _is_draft(config: VllmConfig, name: str) -> bool:
+    """Whether a layer belongs to a draft: by its prefix, or numbered behind the model's own layers."""
+    if config.speculative_config is None:
+        return False
+    own = config.model_config.get_total_num_hidden_layers()
+    return name.startswith("draft_model.") or extract_layer_index(name) >= own
+
+
+def _draft(config: VllmConfig) -> str:
+    """What decides the KV of draft layers besides the model itself; empty without any."""
+    spec = config.speculative_config
+    if spec is None or spec.draft_model_config is None:
+        return ""
+    draft = spec.draft_model_config
+    return f"{spec.method} {draft.model} {draft.revision} {draft.dtype} {draft.quantization}"
 
 
 def _specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:

@@ -47,6 +47,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.outcomes: deque[LoadOutcome | SaveOutcome] = deque(maxlen=KEPT_OUTCOMES)
         """The last loads and saves to end, one entry a rank."""
         self.tracked: dict[str, Tracked] = {}
+        drafts = self._vllm_config.speculative_config
+        self._spare_last = drafts is not None and drafts.use_eagle_block_drop()
         self._adapters = Adapters()
         self._due = Due()
         self._drain_until_s = 0.0
@@ -81,7 +83,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
         match = self._side.match(
-            request.all_token_ids[:], known.extras, local_tokens=num_computed_tokens, request=request.request_id
+            request.all_token_ids[:], known.extras, num_computed_tokens, request.request_id, self._spare_last
         )
         if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
             return None, False

@@ -3,9 +3,10 @@
 Does not know keys, leases or why something moves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+import msgspec
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,6 +32,9 @@ class WorkerHooks(KVConnectorBase_V1):
     _layers: Mapping[str, int]
     _handshake: Handshake
     _orders: StepOrders
+    _target: frozenset[int]
+    _failed: set[str]
+    """Requests of this step whose loads have been reported as failed."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -43,7 +47,7 @@ class WorkerHooks(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the slab for the engine's memory and start what copies."""
         found = register(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._layers = found.layers
+        self._layers, self._target = found.layers, found.target
         opened = open_worker(found.layout, self.config, keep=tuple(kv_caches.values()))
         self._worker = self._closing.enter_context(opened)
         specs = tuple(group.spec for group in found.layout.groups)
@@ -89,7 +93,12 @@ class WorkerHooks(KVConnectorBase_V1):
             self._note(self._worker.report(-1))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose background loads are over."""
+        """Requests whose background loads are over.
+
+        With speculative decoding vLLM asks for results before the draft has run and `wait_for_save` comes.
+        """
+        if self._step is not None:
+            self._judge()
         lost = self._connector_metadata.lost_requests if isinstance(self._connector_metadata, Orders) else frozenset()
         if self._worker.idle and not lost:
             return KVConnectorTransferResults()
@@ -109,7 +118,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def _begin(self, orders: StepOrders) -> None:
         self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
-        self._orders = orders
+        self._orders, self._failed = orders, set()
 
     def _end(self) -> None:
         """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in `layer_wait_ms`.
@@ -121,9 +130,22 @@ class WorkerHooks(KVConnectorBase_V1):
         self._step.judge()
         self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
         ended, self._step = self._step.end(), None
-        self._note(ended)
+        news = tuple(request for request in ended.failed if request not in self._failed)
+        self._note(msgspec.structs.replace(ended, failed=news))
+        self._fail(news)
+
+    def _judge(self) -> None:
+        """Report the loads that the model itself has read, or should have; raises as `_end`."""
+        assert self._step is not None
+        failed = self._step.judge(self._target)
+        self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
+        self._note(self._worker.report(self._orders.step, failed))
+        self._fail(failed)
+
+    def _fail(self, requests: Sequence[str]) -> None:
+        self._failed.update(requests)
         for load in self._orders.loads:
-            if load.request in ended.failed:
+            if load.request in requests:
                 self._failed_blocks.update(block for pair in load.pairs for block in pair.blocks)
 
     def _note(self, report: StepReport) -> None:
