@@ -52,8 +52,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._adapters = Adapters()
         self._due = Due()
         self._drain_until_s = 0.0
-        self._background = len(self._kv_cache_config.kv_cache_groups) > 1
-        """vLLM can't recompute a load that fails inside the forward of a model with several groups."""
+        several = len(self._kv_cache_config.kv_cache_groups) > 1
+        self._background = several or bool(self._vllm_config.scheduler_config.async_scheduling)
+        """Whether loads end before a forward reads them. vLLM can't recompute a load that fails inside the forward of a
+        model with several groups; and under async scheduling it delivers the token of the step that was in flight
+        when the load failed, which was computed from what had not been loaded."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Make the directory from what the workers registered: vLLM brings it here across processes, once."""
