@@ -51,3 +51,11 @@ def test_the_command_line_loads_no_engine_and_no_picture_library():
         "print([name for name in ('torch', 'transformers', 'vllm', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_why_prints_the_receipts_of_a_request_and_fails_without_any(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text('INFO receipt {"request":"cmpl-1-0","prompt_tokens":9,"computed_tokens":9}\n')
+    done = layercast("why", "cmpl-1", str(log))
+    assert (done.returncode, done.stdout) == (0, "cmpl-1-0: 9 prompt tokens, 9 computed, nothing loaded\n")
+    assert layercast("why", "cmpl-2", str(log)).returncode == 1

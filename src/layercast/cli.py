@@ -88,6 +88,23 @@ def _print_checks(checks: "tuple[Check, ...]") -> None:
 
 
 @app.command()
+def why(
+    request: Annotated[str, typer.Argument(help="The request's id, or how it begins.")],
+    log: Annotated[Path, typer.Argument(help="The engine's log, at level INFO for `layercast`.", exists=True)],
+) -> None:
+    """What the pool did for a request, or why it did nothing: its receipts in an engine's log."""
+    from layercast.observe.receipts import receipts_in
+
+    with log.open(errors="replace") as lines:
+        found = receipts_in(lines, request)
+    for receipt in found:
+        print(receipt.sentence)
+    if not found:
+        print(f"{log} has no receipt of {request!r}; set the logger `layercast` to INFO", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(
     json: JsonFile = None,
     out: Annotated[

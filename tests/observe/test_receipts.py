@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.observe.receipts import MissReason, Receipt, overlap
+from layercast.observe.receipts import MissReason, Receipt, overlap, receipts_in
 
 HIT = Receipt(
     request="r1",
@@ -51,3 +51,12 @@ def test_the_sentence_of_a_hit_says_bytes_layers_overlap_and_check():
 def test_the_sentence_of_a_miss_says_why(reason):
     miss = Receipt(request="r2", prompt_tokens=10, computed_tokens=10, miss=reason, detail="layer 7")
     assert miss.sentence == f"r2: 10 prompt tokens, 10 computed, nothing loaded: {reason.value} (layer 7)"
+
+
+def test_receipts_are_found_in_a_log_by_how_the_request_begins():
+    receipts = [Receipt(request=f"cmpl-{number}", prompt_tokens=9, computed_tokens=9) for number in (1, 2, 12)]
+    lines = [f"INFO 11-27 layercast: receipt {msgspec.json.encode(receipt).decode()}\n" for receipt in receipts]
+    noise = ["receipt {not json}\n", "receipt {}\n", "a receipt\n"]
+    assert receipts_in([*noise, *lines], "cmpl-1") == [receipts[0], receipts[2]]
+    assert receipts_in([*noise, *lines], "cmpl-2") == [receipts[1]]
+    assert receipts_in(noise, "") == []

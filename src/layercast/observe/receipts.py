@@ -3,6 +3,8 @@
 Plain values that others fill in. Does not know keys, stores, engines or where a receipt is kept.
 """
 
+import re
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -69,6 +71,26 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         else:
             tail = "nothing loaded"
         return f"{head}, {tail}" + (f" ({self.detail})" if self.detail else "")
+
+
+RECEIPT = re.compile(r"\breceipt (\{.*\})")
+"""How a receipt appears in a log line."""
+
+
+def receipts_in(lines: Iterable[str], request: str) -> list[Receipt]:
+    """The receipts of a log whose request's name begins with `request`, in order; other lines are passed over."""
+    found = []
+    for line in lines:
+        match = RECEIPT.search(line)
+        if match is None:
+            continue
+        try:
+            receipt = msgspec.json.decode(match[1], type=Receipt)
+        except msgspec.MsgspecError:
+            continue
+        if receipt.request.startswith(request):
+            found.append(receipt)
+    return found
 
 
 def overlap(transfer_s: float, exposed_s: float) -> float | None:

@@ -1,6 +1,8 @@
 """What besides tokens names KV: salts, adapters, wishes of a request, a reset pool, vLLM's own prefix cache."""
 
+import io
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import torch
 from lab import BASE, BLOCK, Engine, model, prompt, tell
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
+
+from layercast.observe.receipts import receipts_in
 
 RANK = 4
 
@@ -34,7 +38,10 @@ def ask(**wishes):
 
 def main(folder):
     path, long, facts = model(folder, "llama"), prompt(1, 200), {}
-    engine = Engine(path, enable_prefix_caching=True)
+    logger = logging.getLogger("layercast")
+    logger.setLevel(logging.INFO)
+    logger.handlers, logger.propagate = [logging.StreamHandler(receipts := io.StringIO())], False
+    engine = Engine(path, enable_prefix_caching=True, disable_log_stats=False)
     facts["plain"] = engine.run(long)
     facts["salted"] = engine.run(long, cache_salt="a")
     facts["salted_again"] = engine.run(long, cache_salt="a")
@@ -52,6 +59,12 @@ def main(folder):
     facts["after_reset"] = engine.run(long)
     facts["after_reset_again"] = engine.run(long)
     facts["drained"] = engine.drain()
+    facts["metrics"] = [
+        [metric.name, metric.labels, metric.value]
+        for metric in engine.llm.get_metrics()
+        if metric.name.startswith("vllm:layercast")
+    ]
+    facts["receipts"] = [receipt.sentence for receipt in receipts_in(receipts.getvalue().splitlines(), "")]
     facts["threads"] = engine.close()
     lora = Engine(path, enable_lora=True, max_loras=2, max_lora_rank=8)
     first, second = (LoRARequest(f"one-{seed}", seed, adapter(folder, seed)) for seed in (1, 2))

@@ -85,6 +85,34 @@ def test_a_reset_pool_finds_nothing_of_before_and_then_works_on(facts):
     assert facts["after_reset_again"]["loads"] == HIT
 
 
+def metric(facts, name, **labels):
+    found = [
+        value
+        for key, has, value in facts["metrics"]
+        if key == f"vllm:layercast_{name}" and labels.items() <= has.items()
+    ]
+    assert len(found) == 1, (name, labels, facts["metrics"])
+    return found[0]
+
+
+def test_what_was_moved_and_missed_is_counted_in_vllm_s_metrics(facts):
+    runs = [value for value in facts.values() if isinstance(value, dict) and "loads" in value]
+    runs = [*runs, *facts["local_longer"], *facts["local_shorter"]]
+    runs = [run for run in runs if run is not facts["renamed"]]
+    loads = [load for run in runs for load in run["loads"]]
+    assert metric(facts, "bytes", direction="load") == sum(nbytes for _, _, nbytes, *_ in loads)
+    assert metric(facts, "transfers", outcome="load landed") == len(loads)
+    assert metric(facts, "hit_tokens", tier="host") * BLOCK_BYTES == BLOCK * metric(facts, "bytes", direction="load")
+    assert metric(facts, "misses", reason="never_stored") >= 3
+    assert metric(facts, "misses", reason="declined") >= 2
+
+
+def test_every_request_leaves_a_receipt_in_the_log(facts):
+    assert any("192 loaded from host (393,216 bytes, 4 layers" in line for line in facts["receipts"])
+    assert any("nothing loaded: the request asked not to load" in line for line in facts["receipts"])
+    assert len(facts["receipts"]) >= 17
+
+
 def test_nothing_is_left(facts):
     assert facts["drained"] == facts["lora_drained"]
     assert facts["drained"]["idle"]

@@ -11,12 +11,14 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from layercast.config import from_mapping
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
+from layercast.connector.vllm.stats import Metrics, Stats
 from layercast.connector.vllm.worker import WorkerHooks
 
 _log = logging.getLogger("layercast")
@@ -47,6 +49,22 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """True: a recurrent state deeper than vLLM's own is loaded with whatever other groups lack."""
         return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Stats as they come across processes."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Metrics:
+        """The metrics of the API server's /metrics."""
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

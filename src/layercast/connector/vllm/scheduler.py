@@ -3,12 +3,14 @@
 Does not know tensors, addresses or how bytes move.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -20,7 +22,8 @@ from layercast.config import Config
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
-from layercast.connector.vllm.tracked import Tracked, wishes_of
+from layercast.connector.vllm.stats import Stats
+from layercast.connector.vllm.tracked import TIER, Tracked, wishes_of
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table
 from layercast.errors import BrokenInvariant, NotCacheable
@@ -28,6 +31,7 @@ from layercast.flow.orders import LoadOrder, LoadOutcome, SaveOrder, SaveOutcome
 from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind, GroupSpec
 
+_log = logging.getLogger("layercast")
 KEPT_OUTCOMES = 1000
 ASK_AGAIN_S = 1.0
 """Longest time that a request waits for blocks of its prompt that are being saved."""
@@ -49,6 +53,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.tracked: dict[str, Tracked] = {}
         drafts = self._vllm_config.speculative_config
         self._spare_last = drafts is not None and drafts.use_eagle_block_drop()
+        self._stats = Stats()
         self._adapters = Adapters()
         self._due = Due()
         self._drain_until_s = 0.0
@@ -178,6 +183,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
+        self._stats.looked_up(known.promised, TIER, known.miss)
+        _log.info("receipt %s", msgspec.json.encode(known.receipt).decode())
         return False, known.reply
 
     # ---- reports ----
@@ -194,16 +201,27 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._distrust(request)
             for load in settled.loads:
                 known = self.tracked.get(load.request)
-                if known is not None and known.loading == load.id and load.id in settled.ended:
-                    known.loading = None
+                if known is not None and known.loading == load.id:
+                    known.loaded = load
+                    known.loading = None if load.id in settled.ended else known.loading
             self._holds.release(settled.ended)
-            self.outcomes += (*settled.loads, *settled.saves)
+            outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
+            self.outcomes += outcomes
+            for outcome in outcomes:
+                self._stats.ended(outcome)
 
     def _distrust(self, request: str) -> None:
         """A request whose load has failed once computes."""
         known = self.tracked.get(request)
         if known is not None:
             known.failed, known.load, known.loading = True, False, None
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What has been counted since the last call."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, Stats()
+        return stats
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping: copies are to be ordered or reported, and not overdue."""

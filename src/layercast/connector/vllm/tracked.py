@@ -11,8 +11,11 @@ import msgspec
 from vllm.v1.request import Request
 
 from layercast.control.scheduler import Match
-from layercast.observe.receipts import MissReason
+from layercast.flow.orders import LoadEnd, LoadOutcome
+from layercast.observe.receipts import MissReason, Receipt
 from layercast.spec.keys import Extra
+
+TIER = "host"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +39,8 @@ class Tracked:
     """When it was first told to ask again."""
     loading: str | None = None
     failed: bool = False
+    loaded: LoadOutcome | None = None
+    """How its last load ended, on one rank."""
     miss: MissReason | None = None
 
     @property
@@ -43,14 +48,32 @@ class Tracked:
         """What the request's reply carries of the pool."""
         if not self.told:
             return None
-        return {
-            "layercast": {"loaded_tokens": self.promised, "tier": "host" if self.promised else "", "miss": self.why}
-        }
+        return {"layercast": {"loaded_tokens": self.promised, "tier": TIER if self.promised else "", "miss": self.why}}
 
     @property
     def why(self) -> str:
         """Why nothing was loaded, as a sentence; empty where something was."""
         return "" if self.miss is None or self.promised else str(self.miss)
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the pool did for it. nbytes, layers and times are one rank's."""
+        load, prompt = self.loaded, self.request.num_prompt_tokens
+        landed = self.promised if load is not None and load.end is LoadEnd.LANDED else 0
+        return Receipt(
+            request=self.request.request_id,
+            prompt_tokens=prompt,
+            computed_tokens=max(0, prompt - landed),
+            loaded_tokens=landed,
+            nbytes=0 if load is None else load.nbytes,
+            layers=0 if load is None else load.layers,
+            tier=TIER if landed else "",
+            transfer_s=0.0 if load is None else load.transfer_s,
+            exposed_s=0.0 if load is None else load.exposed_s,
+            verified=load is not None and load.verified,
+            miss=None if self.promised else self.miss,
+            detail="" if load is None else load.reason,
+        )
 
     @property
     def trusted(self) -> bool:

@@ -1,0 +1,101 @@
+"""What the pool did since vLLM last asked, and the Prometheus metrics made of it.
+
+Counts are kept where all ranks' reports come together, on the scheduler side. Does not know requests or blocks.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.observe.receipts import MissReason
+
+COUNTERS = {
+    "transfers": ("outcome", "Loads and saves that have ended, on each rank"),
+    "bytes": ("direction", "Payload bytes moved"),
+    "layers": ("direction", "Layers moved"),
+    "transfer_seconds": ("direction", "Time from a load's first byte to its last"),
+    "exposed_seconds": ("direction", "Time that forwards waited for loads"),
+    "swept_layers": ("direction", "Layers saved after the forward, as no hook announced them"),
+    "hit_tokens": ("tier", "Tokens promised to requests"),
+    "misses": ("reason", "Requests for which nothing was loaded"),
+}
+"""Counter (its name without "layercast_") to its label and what it counts."""
+
+
+class Stats(KVConnectorStats):
+    """Counts: name to label to number."""
+
+    def add(self, name: str, label: str, number: float = 1) -> None:
+        """Count."""
+        labels = self.data.setdefault(name, {})
+        labels[label] = labels.get(label, 0) + number
+
+    def ended(self, outcome: LoadOutcome | SaveOutcome) -> None:
+        """Count a load or save that has ended on a rank."""
+        direction = "load" if isinstance(outcome, LoadOutcome) else "save"
+        self.add("bytes", direction, outcome.nbytes)
+        self.add("layers", direction, outcome.layers)
+        if isinstance(outcome, LoadOutcome):
+            self.add("transfers", f"load {outcome.end}")
+            self.add("transfer_seconds", direction, outcome.transfer_s)
+            self.add("exposed_seconds", direction, outcome.exposed_s)
+        else:
+            self.add("transfers", "saved" if outcome.saved else "save failed")
+            self.add("swept_layers", direction, outcome.swept_layers)
+
+    def looked_up(self, tokens: int, tier: str, miss: MissReason | None) -> None:
+        """Count what a request was promised, or why nothing."""
+        if tokens:
+            self.add("hit_tokens", tier, tokens)
+        elif miss is not None:
+            self.add("misses", miss.name.lower())
+
+    def reset(self) -> None:
+        """Forget."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        """Both together."""
+        for name, labels in other.data.items():
+            for label, number in labels.items():
+                self.add(name, label, number)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number each, for vLLM's log."""
+        return {f"{name} {label}": number for name, labels in self.data.items() for label, number in labels.items()}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class Metrics(KVConnectorPromMetrics):
+    """The counters as `vllm:layercast_*` metrics, labelled by engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(f"vllm:layercast_{name}", help_, [*labelnames, label])
+            for name, (label, help_) in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine has counted."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, labels in transfer_stats_data.items():
+            for label, number in labels.items():
+                self._counters[name].labels(*engine, label).inc(number)
