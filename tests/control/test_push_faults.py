@@ -120,6 +120,7 @@ def test_a_layer_that_a_slow_peer_does_not_take_is_never_announced_and_ends_the_
         decode.node.target.handle = lambda peer, said: (stuck.wait(20), handle(peer, said))
         ticket = offered(decode)
         send(prefill, ticket)
+        until(lambda: prefill.node.source.push(ticket.transfer).quiet)
         assert prefill.node.source.push(ticket.transfer).state is PushState.ABORTED
         push = decode.node.target.push(ticket.transfer)
         stuck.set()
