@@ -95,7 +95,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         )
         if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
             return None, False
-        known.match, known.miss = match, match.miss
+        known.match, known.miss, known.local = match, match.miss, num_computed_tokens
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, self._background and tokens > 0
 

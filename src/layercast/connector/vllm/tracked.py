@@ -34,6 +34,8 @@ class Tracked:
     told: bool = False
     saved: int = 0
     match: Match | None = None
+    local: int = 0
+    """Leading tokens that vLLM held itself."""
     promised: int = 0
     asked_s: float | None = None
     """When it was first told to ask again."""
@@ -63,7 +65,7 @@ class Tracked:
         return Receipt(
             request=self.request.request_id,
             prompt_tokens=prompt,
-            computed_tokens=max(0, prompt - landed),
+            computed_tokens=max(0, prompt - landed - self.local),
             loaded_tokens=landed,
             nbytes=0 if load is None else load.nbytes,
             layers=0 if load is None else load.layers,

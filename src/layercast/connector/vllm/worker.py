@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import msgspec
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -45,7 +46,8 @@ class WorkerHooks(KVConnectorBase_V1):
         self._reports: list[tuple[int, StepReport]] = []
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the slab for the engine's memory and start what copies."""
+        """Take the slab for the engine's memory and start what copies; those of an earlier registration end."""
+        self._closing.close()
         found = register(self._vllm_config, self._kv_cache_config, kv_caches)
         self._layers, self._target = found.layers, found.target
         opened = open_worker(found.layout, self.config, keep=tuple(kv_caches.values()))
@@ -70,10 +72,17 @@ class WorkerHooks(KVConnectorBase_V1):
             self._begin(orders)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Begin a step with loads, behind whatever the engine has done to their blocks so far."""
+        """Begin a step with loads, behind whatever the engine has done to their blocks so far.
+
+        A forward replayed as one full graph passes no layer's hook, so there everything is waited for here.
+        """
         metadata = self._connector_metadata
         if isinstance(metadata, Orders) and metadata.orders is not None and self._step is None:
             self._begin(metadata.orders)
+            mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+            if "attn_metadata" in kwargs or mode is CUDAGraphMode.FULL:
+                for layer in self._worker.ways.layers:
+                    self._step_begun.wait(layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pass the layer's gate."""
@@ -115,6 +124,11 @@ class WorkerHooks(KVConnectorBase_V1):
         """What ended since the last call."""
         reports, self._reports = self._reports, []
         return Reports(tuple(reports)) if reports else None
+
+    @property
+    def _step_begun(self) -> LayerStep:
+        assert self._step is not None
+        return self._step
 
     def _begin(self, orders: StepOrders) -> None:
         self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
