@@ -675,7 +675,7 @@ def case_busy(bench: Bench, forward: Forward) -> dict[str, Any]:
         for name, mover in movers.items():
             ways[f"layerwise, {name}"] = lambda m=mover: ttft(bench, forward, m, gate)
             ways[f"issue to landed, {name}"] = lambda m=mover: issue_to_landed(m)
-        found["busy" if busy else "quiet"] = measured(ways, min(bench.repeats, 9))
+        found["busy" if busy else "quiet"] = measured(ways, min(bench.repeats, 5) if busy else bench.repeats)
         stop.set()
         if busy:
             thread.join()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, recorded_events
 from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane
-from layercast.move.cuda_program import Program
+from layercast.move.cuda_program import Program, cut_both
 from layercast.move.cuda_ways import Costs, Direction, Rows, Way, rows_of
 from layercast.move.flights import HostDigestFlight, HostFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled
@@ -29,8 +29,6 @@ from layercast.plan.pieces import DigestRanges, Pieces
 
 STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
-LANDINGS = 4
-"""Times a step's flights are ended, some at a time. Gates need none of them."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
 
@@ -122,8 +120,8 @@ class CudaMover(Mover):
         def run(_ready_at: float) -> None:
             hurdles = [flight.event.handle for flight in events]
             self._driver.bind()
-            for some in _groups(flights):
-                arm.watcher.add(some)
+            # All of a step end together: waking a thread for each costs the caller's launches, and gates need none.
+            arm.watcher.add(flights)
             # The first batches move while the program of the others is written.
             for part in _growing(count):
                 program, signals = (
@@ -239,6 +237,8 @@ class CudaMover(Mover):
         rows = rows_of(list(batches))
         if lane.direction is Direction.DOWN:  # host memory takes ascending addresses faster
             rows = rows.take(np.lexsort((rows.target, rows.batch)))
+        came, target, source, length = cut_both(rows.target, rows.source, rows.length, self._cuts)
+        rows = rows if came is None else Rows(source, target, length, rows.batch[came])
         pinned = self._pinned(rows)
         way = lane.way(rows) if pinned else Way.ENGINE
         started = lane.start(program, hurdles, way)
@@ -303,15 +303,9 @@ def torch_stream() -> int:
 
 
 def _growing(count: int) -> list[slice]:
-    """Parts of 1, 2, 4, ... batches."""
-    starts = [(1 << nth) - 1 for nth in range(count.bit_length())]
-    return [slice(first, min(2 * first + 1, count)) for first in starts if first < count]
-
-
-def _groups(flights: Sequence[CudaFlight]) -> list[Sequence[CudaFlight]]:
-    """Flights that land together, so that a step wakes a thread a few times, not once a layer."""
-    size = max(1, len(flights) // LANDINGS)
-    return [flights[first : first + size] for first in range(0, len(flights), size)]
+    """Parts of 1, 3, 12, 48, ... batches, of 1, 4, 16, 64 together."""
+    ends = [1, *(4**nth for nth in range(1, count.bit_length() // 2 + 2))]
+    return [slice(first, min(last, count)) for first, last in pairwise([0, *ends]) if first < count]
 
 
 def _whole(flights: Sequence[CudaFlight]) -> HostFlight:

@@ -16,6 +16,7 @@ from layercast.move.flights import landed
 from layercast.move.gates import CpuGate
 from layercast.move.words import words_at
 
+_LANDED = landed()
 _LOOK_AGAIN_S = 0.05
 """A waiter that a reset passed by between two looks sleeps no longer than this."""
 
@@ -58,7 +59,7 @@ class CudaGate(Gate):
             ours = self._flights.setdefault(layer, [])
             if len(ours) < self._counts.get(layer, 0):
                 ours.append(after)
-        self._host.open(layer, landed())
+        self._host.open(layer, _LANDED)
 
     def wait(self, layer: int, timeout_s: float) -> float:
         """Make the caller's stream wait for the layer's copies; seconds the caller was blocked.

@@ -134,7 +134,8 @@ class Lane:
     def move(self, program: Program, rows: Rows, way: Way, *, pinned: bool) -> int:
         """Add the rows' copies; the stream behind which they are complete. pinned: the device reaches both sides."""
         if way is Way.ENGINE or not len(rows):
-            program.copies(rows.target, rows.source, rows.length, self.copy, batched=pinned and self.driver.batches)
+            batched = pinned and self.driver.batches
+            program.copies(rows.target, rows.source, rows.length, self.copy, batched=batched, whole=True)
             return self.copy
         if way is Way.KERNEL:
             grid = LOCAL_GRID if self.direction is Direction.LOCAL else GRID[way]

@@ -53,11 +53,12 @@ class Program:
             table[index, -1] = row[-1]
         return table
 
-    def copies(self, target: Ints, source: Ints, length: Ints, stream: int, *, batched: bool) -> None:
-        """Plain copies, in calls of many pieces where the driver can (`batched`)."""
-        if len(self.cuts):
-            source, target, length = cut(source, target, length, self.cuts)
-            target, source, length = cut(target, source, length, self.cuts)
+    def copies(
+        self, target: Ints, source: Ints, length: Ints, stream: int, *, batched: bool, whole: bool = False
+    ) -> None:
+        """Plain copies, in calls of many pieces where the driver can (`batched`). whole: they cross no cut."""
+        if not whole:
+            _, target, source, length = cut_both(target, source, length, self.cuts)
         if not batched or len(length) == 1:
             for to, from_, nbytes in zip(target.tolist(), source.tolist(), length.tolist(), strict=True):
                 self._add(Op.COPY, to, from_, nbytes, stream)
@@ -103,18 +104,27 @@ class Program:
         self.rows.append((op, *arguments, self.owner))
 
 
-def cut(address: Ints, other: Ints, length: Ints, cuts: Ints) -> tuple[Ints, Ints, Ints]:
-    """The same copies, none of whose ranges from `address` on lies on both sides of a cut."""
+def cut_both(target: Ints, source: Ints, length: Ints, cuts: Ints) -> tuple[Ints | None, Ints, Ints, Ints]:
+    """(index of the row each came from, or None where nothing was cut, and the same copies, which cross no cut)."""
+    if not len(cuts) or not len(length):
+        return None, target, source, length
+    index, target, source, length = cut(target, source, length, cuts)
+    again, source, target, length = cut(source, target, length, cuts)
+    return (again if index is None else index if again is None else index[again]), target, source, length
+
+
+def cut(address: Ints, other: Ints, length: Ints, cuts: Ints) -> tuple[Ints | None, Ints, Ints, Ints]:
+    """The same copies, none of whose ranges from `address` on lies on both sides of a cut; index as of `cut_both`."""
     first, last = (
         np.searchsorted(cuts, address, side="right"),
         np.searchsorted(cuts, address + length - 1, side="right"),
     )
     parts = np.maximum(last - first, 0) + 1
     if int(parts.max(initial=1)) == 1:
-        return address, other, length
+        return None, address, other, length
     index = np.repeat(np.arange(len(parts)), parts)
     nth = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
     nearest = first[index] + nth
     start = np.where(nth == 0, address[index], cuts[np.maximum(nearest - 1, 0)])
     end = np.where(nth == parts[index] - 1, (address + length)[index], cuts[np.minimum(nearest, len(cuts) - 1)])
-    return start, other[index] + start - address[index], end - start
+    return index, start, other[index] + start - address[index], end - start
