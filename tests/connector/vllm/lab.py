@@ -146,31 +146,36 @@ def register_overrides_once():
 register_overrides_once()
 
 
+def settings_of(pool=None, policy="recompute"):
+    """Arguments of a small LLM with the connector; the pool's settings are `pool`."""
+    transfer = KVTransferConfig(
+        kv_connector="LayercastConnector",
+        kv_connector_module_path="layercast.connector.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"host_bytes": 16 << 20, "kv_recompute_threshold": 1, **(pool or {})},
+    )
+    return {
+        "kv_transfer_config": transfer,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "seed": 0,
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 32 << 20,
+        "enable_prefix_caching": False,
+    }
+
+
 class Engine:
     """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
 
     def __init__(self, path, *, pool=None, policy="recompute", **settings):
         self.orders, self.preemptions = [], 0
-        transfer = KVTransferConfig(
-            kv_connector="LayercastConnector",
-            kv_connector_module_path="layercast.connector.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host_bytes": 16 << 20, "kv_recompute_threshold": 1, **(pool or {})},
-        )
-        defaults = {
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "seed": 0,
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 256,
-            "block_size": BLOCK,
-            "kv_cache_memory_bytes": 32 << 20,
-            "enable_prefix_caching": False,
-        }
-        self.llm = LLM(model=path, kv_transfer_config=transfer, **{**defaults, **settings})
+        self.llm = LLM(model=path, **{**settings_of(pool, policy), **settings})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.hooks, self.connector = get_kv_transfer_group(), self.scheduler.connector

@@ -1,0 +1,27 @@
+"""Two tensor-parallel ranks in real vLLM."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def facts(drive):
+    return drive("ranks")
+
+
+def test_each_rank_loads_its_half_and_the_answer_is_the_same(facts):
+    assert facts["ranks"] == 2
+    assert facts["warm"]["tokens"] == facts["cold"]["tokens"]
+    assert facts["warm"]["cached"] == 6 * facts["block"]
+    assert facts["warm"]["ends"] == ["landed"] * 2
+    assert len(set(facts["warm"]["bytes"])) == 1
+
+
+def test_a_block_is_there_once_both_ranks_have_saved_it(facts):
+    assert facts["cold"]["ends"].count("saved") >= 2
+    assert facts["turn"]["cached"] == 7 * facts["block"]
+
+
+def test_nothing_is_left(facts):
+    assert facts["idle"]
