@@ -37,11 +37,15 @@ NOTHING = Orders()
 
 @dataclass(frozen=True)
 class Reports(KVConnectorWorkerMetadata):
-    """(rank, what ended on it); from the workers to the scheduler, joined over the ranks on the way."""
+    """(rank, what ended on it); from the workers to the scheduler, joined over the ranks on the way.
+
+    facts: (rank, what it has registered), with its first report.
+    """
 
     reports: tuple[tuple[int, StepReport], ...]
+    facts: tuple[tuple[int, WorkerFacts], ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
         """Both together."""
         assert isinstance(other, Reports)
-        return Reports(self.reports + other.reports)
+        return Reports(self.reports + other.reports, self.facts + other.facts)

@@ -6,7 +6,7 @@ Does not know tensors, addresses or how bytes move.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,7 +25,7 @@ from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Report
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import TIER, Tracked, wishes_of
 from layercast.control.node import scheduler_side
-from layercast.control.scheduler import Match, SchedulerSide, Table
+from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
 from layercast.flow.orders import LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepOrders
 from layercast.observe.receipts import MissReason
@@ -53,6 +53,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.tracked: dict[str, Tracked] = {}
         drafts = self._vllm_config.speculative_config
         self._spare_last = drafts is not None and drafts.use_eagle_block_drop()
+        self._facts: dict[int, WorkerFacts] = {}
         self._stats = Stats()
         self._adapters = Adapters()
         self._due = Due()
@@ -64,9 +65,18 @@ class SchedulerHooks(KVConnectorBase_V1):
         when the load failed, which was computed from what had not been loaded."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Make the directory from what the workers registered: vLLM brings it here across processes, once."""
-        facts = [hands.facts for _, hands in sorted(metadata.items()) if isinstance(hands, Handshake)]
-        self.side = scheduler_side(facts, self.config, shared_blocks=True)
+        """Make the directory from what the workers registered: vLLM brings it here across processes, once.
+
+        Beside another connector that shakes hands, vLLM may bring that one's instead; then the workers' first reports
+        say it, and until then nothing is loaded or saved.
+        """
+        self._meet({rank: hands.facts for rank, hands in metadata.items() if isinstance(hands, Handshake)})
+
+    def _meet(self, facts: Mapping[int, WorkerFacts]) -> None:
+        self._facts.update(facts)
+        if self.side is None and len(self._facts) == self._vllm_config.parallel_config.tensor_parallel_size:
+            ranks = [self._facts[rank] for rank in sorted(self._facts)]
+            self.side = scheduler_side(ranks, self.config, shared_blocks=True)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
@@ -78,13 +88,15 @@ class SchedulerHooks(KVConnectorBase_V1):
     @property
     def _side(self) -> SchedulerSide:
         if self.side is None:
-            raise BrokenInvariant("no worker has said what it registered; vLLM 0.30 or later passes that on at start")
+            raise BrokenInvariant("no worker has said yet what it registered; report this")
         return self.side
 
     # ---- loads ----
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond those that vLLM holds, whether in the background); None: ask again."""
+        if self.side is None:
+            return 0, False
         known = self._track(request)
         known.match = None
         if not known.load or request.skip_reading_prefix_cache:
@@ -101,7 +113,9 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
-        known = self._track(request)
+        known = self.tracked.get(request.request_id)
+        if known is None:
+            return
         match, known.match = known.match, None
         if match is None or num_external_tokens == 0:
             return
@@ -136,7 +150,9 @@ class SchedulerHooks(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """The step's orders: loads promised since the last one, saves of the blocks that it completes."""
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            known = self.tracked[name]
+            known = self.tracked.get(name)
+            if known is None:
+                continue
             before = known.request.num_computed_tokens
             known.failed = False
             self._save(known, before, before + tokens, scheduler_output)
@@ -187,6 +203,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         _log.info("receipt %s", msgspec.json.encode(known.receipt).decode())
         return False, known.reply
 
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, where another connector has made vLLM use one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     # ---- reports ----
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -195,6 +215,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._drain_until_s = time.monotonic() + DRAIN_S
             self._distrust(request)
         found = connector_output.kv_connector_worker_meta
+        if isinstance(found, Reports) and found.facts:
+            self._meet(dict(found.facts))
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
             for request in settled.failed:
@@ -236,7 +258,8 @@ class SchedulerHooks(KVConnectorBase_V1):
 
         vLLM calls it when weights change, before it sleeps, and on request.
         """
-        self._side.renew()
+        if self.side is not None:
+            self.side.renew()
         for known in self.tracked.values():
             known.load = known.save = False
         return True

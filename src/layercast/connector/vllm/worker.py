@@ -41,6 +41,7 @@ class WorkerHooks(KVConnectorBase_V1):
         super().__init__(*args)
         self._closing = ExitStack()
         self._rank = 0
+        self._introduced = False
         self._step: LayerStep | None = None
         self._failed_blocks: set[int] = set()
         self._reports: list[tuple[int, StepReport]] = []
@@ -121,8 +122,11 @@ class WorkerHooks(KVConnectorBase_V1):
         return blocks
 
     def build_connector_worker_meta(self) -> Reports | None:
-        """What ended since the last call."""
+        """What ended since the last call, and the first time what was registered."""
         reports, self._reports = self._reports, []
+        if not self._introduced:
+            self._introduced = True
+            return Reports(tuple(reports), ((self._rank, self._handshake.facts),))
         return Reports(tuple(reports)) if reports else None
 
     @property
