@@ -1,6 +1,7 @@
 """What a mover and a gate must do on any device.
 
-A mover copies pieces in the order they are submitted and hands back a flight for each. A gate is what the attention
+A mover copies pieces in the order they are submitted and hands back a flight for each; a device's mover keeps that order
+within a direction (to the device, from it, inside it), and across directions `after` says it. A gate is what the attention
 of a layer waits on. Neither knows requests, blocks, keys or stores.
 
 Laws (see `testing.MoverLaws`, `testing.GateLaws`):

@@ -169,7 +169,7 @@ class CudaMover(Mover):
         return self._staged
 
     def prefer(self, costs: dict[Direction, Costs]) -> None:
-        """Choose ways by these costs from now on (see cuda_costs.measure)."""
+        """Choose ways by these costs from now on."""
         for direction, cost in costs.items():
             self._arm(direction).lane.costs = cost
 

@@ -57,7 +57,7 @@ DEFAULT_COSTS = {
     Direction.DOWN: Costs(50.0, 0.9, 40.0, 14.0),
     Direction.LOCAL: Costs(1000.0, 1.0, 10.0, 800.0),
 }
-"""One H100 on PCIe 5.0 x16 (bench/results/gpu_h100.json); `CudaMover.measure` replaces them."""
+"""One H100 on PCIe 5.0 x16 (bench/results/gpu_h100.json); `CudaMover.prefer` replaces them."""
 
 
 @dataclass(frozen=True, slots=True)
