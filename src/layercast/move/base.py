@@ -1,8 +1,8 @@
 """What a mover and a gate must do on any device.
 
-A mover copies pieces in the order they are submitted and hands back a flight for each; a device's mover keeps that order
-within a direction (to the device, from it, inside it), and across directions `after` says it. A gate is what the attention
-of a layer waits on. Neither knows requests, blocks, keys or stores.
+A mover copies pieces in the order they are submitted and hands back a flight for each. A device's mover keeps that
+order within a direction (to the device, from it, inside it); across directions `after` says it. A gate is what the
+attention of a layer waits on. Neither knows requests, blocks, keys or stores.
 
 Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 - a flight lands only after the flights of its `after`, and after every byte of it is in place;
