@@ -38,7 +38,7 @@ def test_a_batch_lands_no_sooner_than_the_link_carries_it(paced, batch):
 
 def test_many_batches_take_their_bytes_over_the_rate_however_late_each_sleep_ends(paced, batch, monkeypatch):
     sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.002 if seconds > 0 else 0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.01 if seconds > 0 else 0))
     started = time.monotonic()
     flights = [paced.submit(batch) for _ in range(100)]
     landings = []
@@ -46,7 +46,7 @@ def test_many_batches_take_their_bytes_over_the_rate_however_late_each_sleep_end
         flight.wait(SOON_S)
         landings.append(time.monotonic() - started)
     assert all(at >= 0.002 * (i + 1) for i, at in enumerate(landings))
-    assert landings[-1] < 0.35, "100 sleeps of 2 ms too long must not add up to 0.4 s"
+    assert landings[-1] < 0.9, "100 sleeps of 10 ms too long must not add up to 1.2 s"
 
 
 def test_a_batch_that_waits_or_fails_holds_no_link(paced, batch):
