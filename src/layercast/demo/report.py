@@ -125,7 +125,7 @@ def panels_of(result: DemoResult) -> tuple[Panel, ...]:
 
 def encoded(result: DemoResult) -> bytes:
     """The modes as JSON, numbers to the microsecond."""
-    plain = {name: _rounded(msgspec.to_builtins(mode)) for name, mode in result.modes.items()}
+    plain = _rounded(msgspec.to_builtins(result.modes))
     return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
 
 
@@ -153,15 +153,13 @@ def write_terminal(result: DemoResult, out: Path, json: Path, console: Console |
     )
 
 
-def _rounded(values: dict[str, object]) -> dict[str, object]:
-    return {
-        name: [round(one, 3) for one in value]
-        if name == "rounds" and isinstance(value, list | tuple)
-        else round(value, 3)
-        if isinstance(value, float)
-        else value
-        for name, value in values.items()
-    }
+def _rounded(value: object) -> object:
+    """Floats to three places, wherever they stand in plain values."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _with_link(result: DemoResult, title: str) -> str:
