@@ -5,6 +5,7 @@ Does not know keys, leases or why something moves.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
 from layercast.flow.orders import LoadEnd, StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
+from layercast.observe.timeline import OFF, Timeline
 
 
 class WorkerHooks(KVConnectorBase_V1):
@@ -36,6 +38,9 @@ class WorkerHooks(KVConnectorBase_V1):
     _target: frozenset[int]
     _failed: set[str]
     """Requests of this step whose loads have been reported as failed."""
+    timeline: ClassVar[Timeline] = OFF
+    link_gbps: ClassVar[float | None] = None
+    """What a subclass may measure with: a recorder, and a link to pace copies to (see `open_worker`)."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -51,7 +56,8 @@ class WorkerHooks(KVConnectorBase_V1):
         self._closing.close()
         found = register(self._vllm_config, self._kv_cache_config, kv_caches)
         self._layers, self._target = found.layers, found.target
-        opened = open_worker(found.layout, self.config, keep=tuple(kv_caches.values()))
+        keep = tuple(kv_caches.values())
+        opened = open_worker(found.layout, self.config, keep=keep, link_gbps=self.link_gbps, timeline=self.timeline)
         self._worker = self._closing.enter_context(opened)
         specs = tuple(group.spec for group in found.layout.groups)
         self._handshake = Handshake(WorkerFacts(specs, found.identities, self._worker.ways.slots))
