@@ -24,6 +24,7 @@ class HostDevice:
 
     batches = True
     batch_attributes = (0, 0)
+    device, uuid, version = 0, "00ff" * 8, 13000
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.log: list[tuple[object, ...]] = []

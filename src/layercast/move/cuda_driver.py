@@ -15,7 +15,8 @@ HOST, DEVICE, PAGEABLE = 1, 2, 0
 """Where an address lies: pinned host memory, device memory, or host memory the device can't reach by itself."""
 _NO_MEMORY, _NOT_READY, _UNSUPPORTED = 2, 600, 801
 _BLOCKING_SYNC, _DISABLE_TIMING, _NON_BLOCKING, _PORTABLE = 1, 2, 1, 1
-_MEMORY_TYPE = 2
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
+_ALREADY_REACHED = 704
 _STREAM_ORDER = 1
 
 Call = Callable[..., int]
@@ -62,6 +63,7 @@ class Driver:
         self.check("cuDeviceGet", self._lib.cuDeviceGet(ctypes.byref(handle), device))
         self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
         self._context = context
+        self._handle = handle
         self._attributes = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0)
         self._first = ctypes.c_size_t(0)
         self.batch_attributes = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
@@ -140,6 +142,39 @@ class Driver:
         kind = ctypes.c_uint(0)
         code = self._lib.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
         return int(kind.value) if code == 0 else PAGEABLE
+
+    def device_of(self, address: int) -> int:
+        """The number of the device whose memory the address lies in, or near for pinned memory; -1 for other memory."""
+        device = ctypes.c_int(-1)
+        code = self._lib.cuPointerGetAttribute(ctypes.byref(device), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+        return int(device.value) if code == 0 else -1
+
+    def reach(self, device: int) -> None:
+        """Let this device read and write another one's memory. Raises Refused where no link allows it."""
+        able, other, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        self.check("cuDeviceGet", self._lib.cuDeviceGet(ctypes.byref(other), device))
+        self.check("cuDeviceCanAccessPeer", self._lib.cuDeviceCanAccessPeer(ctypes.byref(able), self._handle, other))
+        if not able.value:
+            raise Refused(f"device {self.device} does not reach device {device}'s memory; copy by way of the host")
+        self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), other))
+        self.bind()
+        code = self._lib.cuCtxEnablePeerAccess(context, 0)
+        if code != _ALREADY_REACHED:
+            self.check("cuCtxEnablePeerAccess", code)
+
+    @property
+    def uuid(self) -> str:
+        """The device's own 16 bytes, in hexadecimal: the same in every process and after every restart."""
+        raw = (ctypes.c_ubyte * 16)()
+        self.check("cuDeviceGetUuid", self._lib.cuDeviceGetUuid_v2(raw, self._handle))
+        return bytes(raw).hex()
+
+    @property
+    def version(self) -> int:
+        """The driver's CUDA version: 13000 is 13.0."""
+        version = ctypes.c_int()
+        self.check("cuDriverGetVersion", self._lib.cuDriverGetVersion(ctypes.byref(version)))
+        return int(version.value)
 
     def host_memory(self, nbytes: int) -> int:
         """Address of new pinned host memory. Raises OutOfMemory."""

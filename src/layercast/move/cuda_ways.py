@@ -36,6 +36,8 @@ class Direction(StrEnum):
     """Device to host."""
     LOCAL = "local"
     """Inside the device, or inside the host."""
+    PEER = "peer"
+    """From the device into the memory of another one that it reaches by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,20 @@ DEFAULT_COSTS = {
     Direction.UP: Costs(50.0, 1.0, 40.0, 14.0),
     Direction.DOWN: Costs(50.0, 0.9, 40.0, 14.0),
     Direction.LOCAL: Costs(1000.0, 1.0, 10.0, 800.0),
+    Direction.PEER: Costs(300.0, 1.2, 40.0, 300.0),
 }
-"""One H100 on PCIe 5.0 x16 (bench/results/gpu_h100.json); `CudaMover.prefer` replaces them."""
+"""H100s on PCIe 5.0 x16 and NVLink, where nothing was measured (see cuda_costs)."""
+
+
+def only(way: Way) -> dict[Direction, Costs]:
+    """Costs by which `way_of` takes `way` wherever it can be taken."""
+    never = 1e-6
+    piece_us, stage_us, kernel_gbps = {
+        Way.ENGINE: (0.0, 1e9, never),
+        Way.STAGED: (1e6, 0.0, never),
+        Way.KERNEL: (1e6, 1e9, 50.0),
+    }[way]
+    return {direction: Costs(50.0, piece_us, stage_us, kernel_gbps) for direction in Direction}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +130,7 @@ def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, ker
         Way.ENGINE: 1.0 / 1.1 * max(link_us, count * costs.piece_us),
         Way.KERNEL: nbytes / costs.kernel_gbps / 1e3,
     }
-    if staging and direction is not Direction.LOCAL:
+    if staging and direction in (Direction.UP, Direction.DOWN):
         host = rows.source if direction is Direction.UP else rows.target
         runs = int(stretches(host, rows.length)[1][-1]) + 1
         took[Way.STAGED] = costs.stage_us + max(link_us, runs * costs.piece_us)
