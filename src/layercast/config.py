@@ -34,6 +34,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Layers moved and signalled together (1 = pure layerwise)."""
     layerwise_prefetch_layers: int = 2
     """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these."""
+    layerwise_exposed_ms: float = 5.0
+    """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
+    the background."""
     layerwise_max_transfer_blocks: int = 0
     """Most blocks in one batch handed to a mover; 0 = no limit."""
     layerwise_max_transfer_bytes: int = 0
@@ -45,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     discard_partial_chunks: bool = True
     """The pool keeps whole blocks only."""
     kv_recompute_threshold: int = 64
-    """A hit of fewer tokens than this is recomputed rather than loaded."""
+    """A hit of fewer tokens than this is recomputed rather than loaded; 0 = every hit is loaded, whatever it costs."""
     layer_wait_ms: int = 10_000
     """Longest wait for one layer; after it the request is recomputed."""
     push_timeout_s: float = 60.0
@@ -54,6 +57,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """How long blocks promised to a request stay where they are."""
     verify: bool = True
     """Compare a digest of every landed layer with the one taken at saving."""
+
+    @property
+    def block_major(self) -> bool:
+        """Whether engines that can choose should keep all layers of a block together.
+
+        Only windows of several layers gain by it: of one layer, a block is a single piece either way.
+        """
+        return not self.use_layerwise or self.layerwise_window > 1
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -67,6 +78,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 _LEAST = {
     "layerwise_window": 1,
     "layerwise_prefetch_layers": 1,
+    "layerwise_exposed_ms": 0,
     "layerwise_max_transfer_blocks": 0,
     "layerwise_max_transfer_bytes": 0,
     "host_bytes": 1,

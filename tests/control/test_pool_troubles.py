@@ -51,7 +51,8 @@ def test_what_was_saved_in_one_granularity_is_loaded_in_any_other(saved, loaded)
     """LMCache#683, #1174: a block saved layer by layer had a format that a load in bulk did not know."""
     with driver(layerwise_window=saved) as drive:
         drive.run("cold", TOKENS)
-        match = msgspec.structs.replace(drive.pool.match(TOKENS), window=loaded)
+        found = drive.pool.match(TOKENS)
+        match = msgspec.structs.replace(found, decision=msgspec.structs.replace(found.decision, window=loaded))
         table = list(range(20, 29))
         load = drive.pool.load_order("warm", match, [table])
         settled = forward(drive, StepOrders(9, (load,)), lambda layer: None)

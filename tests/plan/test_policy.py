@@ -1,36 +1,120 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from layercast.plan.policy import Estimate, Mode, decide
+from layercast.plan.policy import Company, Decision, Estimate, Hit, Mode, Rules, decide
+
+BYTES, TOKENS = 1 << 30, 8192
+RULES = Rules(threshold=64, use_layerwise=True, window=1, layers=32, exposed_s=0.005)
+COSTS = Estimate(link_bytes_per_s=50e9, token_s=40e-6, forward_s=7e-3)
+"""Of one GPU and an 8B model: the hit's gigabyte takes 21 ms."""
 
 
-def choose(tokens=1000, *, threshold=64, use_layerwise=True, window=1, layers=28, nbytes=1 << 30, estimate=None):
-    return decide(
-        tokens,
-        threshold=threshold,
-        use_layerwise=use_layerwise,
-        window=window,
-        layers=layers,
-        nbytes=nbytes,
-        estimate=estimate,
-    )
+def choose(tokens=TOKENS, *, nbytes=BYTES, rest=512, running=0, estimate=COSTS, company=None, **rules):
+    changed = Rules(**{name: rules.get(name, getattr(RULES, name)) for name in Rules.__struct_fields__})
+    return decide(Hit(tokens, nbytes, rest), changed, company or Company(running), estimate)
 
 
 @pytest.mark.parametrize(("tokens", "threshold"), [(0, 0), (0, 64), (63, 64)])
 def test_a_hit_below_the_threshold_is_computed_again(tokens, threshold):
-    assert choose(tokens, threshold=threshold).mode is Mode.RECOMPUTE
+    assert choose(tokens, threshold=threshold, estimate=None).mode is Mode.RECOMPUTE
 
 
 def test_a_hit_at_the_threshold_is_loaded_layer_by_layer():
-    decision = choose(64, window=4)
-    assert (decision.mode, decision.window) == (Mode.LAYERWISE, 4)
+    decision = choose(64, window=4, estimate=None)
+    assert (decision.mode, decision.window, decision.parked) == (Mode.LAYERWISE, 4, False)
 
 
-@pytest.mark.parametrize("settings", [{"use_layerwise": False}, {"window": 28}, {"window": 99}, {"layers": 1}])
-def test_layerwise_off_or_one_window_for_all_layers_is_bulk(settings):
-    decision = choose(**settings)
+@pytest.mark.parametrize("rules", [{"use_layerwise": False}, {"window": 32}, {"window": 99}, {"layers": 1}])
+def test_layerwise_off_or_one_window_for_all_layers_is_bulk(rules):
+    decision = choose(**rules)
     assert (decision.mode, decision.window) == (Mode.BULK, 0)
 
 
-def test_a_load_that_takes_longer_than_computing_is_not_made():
-    assert choose(estimate=Estimate(link_bytes_per_s=1e9, recompute_s=1.0)).mode is Mode.RECOMPUTE
-    assert choose(estimate=Estimate(link_bytes_per_s=2e9, recompute_s=1.0)).mode is Mode.LAYERWISE
+def test_a_load_that_takes_longer_than_computing_everything_is_not_made():
+    slow = Estimate(link_bytes_per_s=BYTES / 0.36, token_s=40e-6, forward_s=7e-3)
+    assert choose(estimate=slow).mode is Mode.RECOMPUTE
+    assert choose(rest=1024, estimate=slow).mode is Mode.LAYERWISE
+    assert choose(rest=1024, estimate=slow, use_layerwise=False).mode is Mode.RECOMPUTE
+
+
+def test_a_threshold_of_nothing_loads_whatever_it_costs():
+    assert choose(threshold=0, estimate=Estimate(1.0, 1e-9, 1e-9)).mode is Mode.LAYERWISE
+
+
+def test_alone_a_request_loads_in_its_forward_however_long_that_waits():
+    assert choose(rest=1).mode is Mode.LAYERWISE
+
+
+def test_beside_others_a_load_that_hides_behind_its_forward_is_layerwise():
+    assert choose(rest=2048, running=32).mode is Mode.LAYERWISE
+
+
+def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_background():
+    decision = choose(rest=256, running=32)
+    assert decision.mode is Mode.BACKGROUND_LAYERWISE
+    assert decision.parked
+    assert decision.hidden_bytes == int(COSTS.link_bytes_per_s * 256 * COSTS.token_s)
+    assert "32 others" in decision.reason
+
+
+def test_where_not_one_window_would_hide_all_of_it_goes_to_the_background():
+    costs = Estimate(link_bytes_per_s=1e9, token_s=40e-6, forward_s=7e-3)
+    assert choose(nbytes=BYTES // 4, rest=1, running=1, estimate=costs).mode is Mode.BACKGROUND
+
+
+def test_bulk_hides_nothing_so_beside_others_it_goes_to_the_background():
+    assert choose(rest=2048, running=1, use_layerwise=False).mode is Mode.BACKGROUND
+    assert choose(rest=2048, running=1, use_layerwise=False, exposed_s=0.03).mode is Mode.BULK
+
+
+def test_beside_others_what_is_not_known_yet_is_tried_in_the_background():
+    assert choose(running=1, estimate=None).mode is Mode.BACKGROUND
+
+
+def test_what_the_coming_forward_loads_already_counts():
+    assert choose(rest=2048, company=Company(1, 4 * BYTES, 0)).mode is not Mode.LAYERWISE
+    assert choose(rest=2048, company=Company(1, 4 * BYTES, 4 * 2048)).mode is Mode.LAYERWISE
+
+
+def test_where_no_load_may_be_in_a_forward_it_is_in_the_background():
+    assert choose(in_forward=False).mode is Mode.BACKGROUND
+    assert choose(in_forward=False, use_layerwise=False) == Decision(
+        Mode.BACKGROUND, 0, choose(in_forward=False).reason
+    )
+
+
+def test_a_short_hit_is_not_parked_for_nothing():
+    """A forward over 64 tokens more takes no longer; waiting for a load would."""
+    assert choose(64, nbytes=8 << 20, rest=64, in_forward=False).mode is Mode.RECOMPUTE
+
+
+@given(
+    tokens=st.integers(1, 200_000),
+    rest=st.integers(1, 8192),
+    token_bytes=st.integers(1, 1 << 18),
+    running=st.integers(0, 300),
+    link=st.floats(1e6, 1e11),
+    token_s=st.floats(1e-7, 1e-2),
+    forward_s=st.floats(1e-5, 1e-1),
+    layerwise=st.booleans(),
+    window=st.integers(1, 40),
+)
+def test_nobody_waits_longer_than_allowed_and_no_answer_comes_later_than_without_a_load(
+    tokens, rest, token_bytes, running, link, token_s, forward_s, layerwise, window
+):
+    costs, nbytes = Estimate(link, token_s, forward_s), tokens * token_bytes
+    decision = choose(
+        tokens, nbytes=nbytes, rest=rest, running=running, estimate=costs, use_layerwise=layerwise, window=window
+    )
+    transfer_s, rest_s = costs.transfer_s(nbytes), costs.compute_s(rest)
+    if decision.mode is Mode.RECOMPUTE:
+        return
+    if running and decision.mode is Mode.LAYERWISE:
+        assert transfer_s - rest_s <= RULES.exposed_s + 1e-9
+    if running and decision.mode is Mode.BULK:
+        assert transfer_s <= RULES.exposed_s + 1e-9
+    if decision.mode is Mode.BACKGROUND_LAYERWISE:
+        assert 0 < decision.hidden_bytes <= rest_s * link
+    best_s = max(transfer_s, rest_s)
+    assert best_s <= costs.compute_s(tokens + rest) or tokens < RULES.threshold

@@ -111,7 +111,7 @@ class Directory:
         if ranks < 1 or lease_s <= 0:
             raise Refused(f"ranks = {ranks}, lease_s = {lease_s}: both must be positive")
         self._shelves = tuple(Shelf(slots, remember) for slots in slots_per_group)
-        self._clock = clock
+        self.clock = clock
         self._lease_s = lease_s
         self._ranks = ranks
         self._leases: OrderedDict[str, tuple[Lease, list[list[Block]]]] = OrderedDict()
@@ -172,7 +172,7 @@ class Directory:
 
         Raises Missing with how many are absent and why.
         """
-        self.expire(self._clock())
+        self.expire(self.clock())
         absences = Counter(
             why for shelf, keys in self._by_group(wanted) for key in keys if (why := shelf.absence(key)) is not None
         )
@@ -183,17 +183,17 @@ class Directory:
                 f"({_listed(absences)}); recompute them"
             )
         blocks = [shelf.pin(keys) for shelf, keys in self._by_group(wanted)]
-        lease = Lease(self._id("lease"), request, _slots(blocks), self._clock() + self._lease_s)
+        lease = Lease(self._id("lease"), request, _slots(blocks), self.clock() + self._lease_s)
         self._leases[lease.id] = (lease, blocks)
         self._counts["hits"] += sum(map(len, blocks))
         return lease
 
     def renew(self, lease: Lease) -> None:
         """Give a lease its full time again. Raises Missing if it has ended."""
-        self.expire(self._clock())
+        self.expire(self.clock())
         if lease.state is not LeaseState.HELD:
             raise Missing(f"{lease.request}: its lease {lease.id} is {lease.state}; recompute the blocks")
-        lease.deadline = self._clock() + self._lease_s
+        lease.deadline = self.clock() + self._lease_s
         self._leases.move_to_end(lease.id)
 
     def release(self, lease: Lease) -> None:
@@ -216,7 +216,7 @@ class Directory:
         saved (None: all), and slots ascend with the blocks, so that neighbours stay neighbours.
         Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
-        self.expire(self._clock())
+        self.expire(self.clock())
         wanted = [(shelf, named, shelf.unknown(named)) for shelf, named in self._by_group(keys)]
         if held is not None:
             wanted = [

@@ -51,8 +51,10 @@ def open_worker(
         slab.close()
 
 
-def scheduler_side(facts: Sequence[WorkerFacts], config: Config, shared_blocks: bool) -> SchedulerSide:
-    """The scheduler side over the workers of all ranks, in the order of their ranks.
+def scheduler_side(
+    facts: Sequence[WorkerFacts], config: Config, shared_blocks: bool, in_forward: bool = True
+) -> SchedulerSide:
+    """The scheduler side over the workers of all ranks, in the order of their ranks. The rest as `SchedulerSide`.
 
     Raises LayoutMismatch where two ranks do not hold the same groups, layers and kind of content.
     """
@@ -62,7 +64,8 @@ def scheduler_side(facts: Sequence[WorkerFacts], config: Config, shared_blocks: 
             raise LayoutMismatch(f"rank {rank} has registered other groups or contents than rank 0: {other.specs}")
     slots = [min(counts) for counts in zip(*(fact.slots for fact in facts), strict=True)]
     directory = Directory(slots, time.monotonic, config.lease_s, ranks=len(facts))
-    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks)
+    sizes = [max(sizes) for sizes in zip(*(fact.block_bytes for fact in facts), strict=True)]
+    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks, sizes, in_forward)
 
 
 @contextmanager

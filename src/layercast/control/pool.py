@@ -19,7 +19,8 @@ class Pool(SchedulerSide):
     """Look up, load and save a prompt's KV. Open one with `control.node.open_pool`."""
 
     def __init__(self, worker: Worker, directory: Directory, engine: Layout, identities: Sequence[Identity]) -> None:
-        super().__init__(directory, worker.ways.config, [group.spec for group in engine.groups], identities)
+        specs, sizes = [group.spec for group in engine.groups], [group.block_bytes for group in engine.groups]
+        super().__init__(directory, worker.ways.config, specs, identities, block_bytes=sizes)
         self.worker = worker
 
     def begin(self, orders: StepOrders) -> LayerStep:

@@ -13,6 +13,7 @@ import msgspec
 
 from layercast.config import Config
 from layercast.control.directory import Directory, Lease, LeaseState, Reservation
+from layercast.control.rates import Rates
 from layercast.control.shelf import Absence
 from layercast.errors import BadBlocks, Full, Missing, NotCacheable
 from layercast.flow.orders import (
@@ -25,7 +26,7 @@ from layercast.flow.orders import (
     StepReport,
 )
 from layercast.observe.receipts import MissReason
-from layercast.plan.policy import Mode, decide
+from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode, Rules, decide
 from layercast.plan.prefix import usable_prefix
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
@@ -40,16 +41,17 @@ class Match(msgspec.Struct, frozen=True):
     """What the pool can bring in for a prompt.
 
     tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
-    beyond them (then 0). needed: block indices to load, by group. window: as in LoadOrder. miss: why tokens is 0.
+    beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. miss: why tokens is 0.
     coming: usable leading tokens once the saves under way have landed, at least `tokens`.
     """
 
     tokens: int
     needed: tuple[tuple[int, ...], ...]
     keys: tuple[tuple[bytes, ...], ...]
-    window: int
+    decision: Decision = NO_HIT
     miss: MissReason | None = None
     coming: int = 0
+    nbytes: int = 0
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -67,11 +69,15 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What a rank's worker tells the scheduler side once the engine's memory is registered. slots: as `Slab.slots`."""
+    """What a rank's worker tells the scheduler side once the engine's memory is registered.
+
+    slots: as `Slab.slots`. block_bytes: of one block of each group on this rank.
+    """
 
     specs: tuple[GroupSpec, ...]
     identities: tuple[Identity, ...]
     slots: tuple[int, ...]
+    block_bytes: tuple[int, ...] = ()
 
 
 class SchedulerSide:
@@ -79,6 +85,7 @@ class SchedulerSide:
 
     specs, identities: one a group; extras are named by the smallest block of all groups. shared_blocks: whether the
     engine lets requests read one another's blocks, so that a failed load may have misled others than its own request.
+    block_bytes: of one block of each group on a rank. in_forward: as in `policy.Rules`.
     """
 
     def __init__(
@@ -88,12 +95,24 @@ class SchedulerSide:
         specs: Sequence[GroupSpec],
         identities: Sequence[Identity],
         shared_blocks: bool = False,
+        block_bytes: Sequence[int] = (),
+        in_forward: bool = True,
     ) -> None:
         self.directory = directory
+        self.rates = Rates(directory.clock)
         self.config = config
         self.specs = tuple(specs)
         self._identities = tuple(identities)
         self._shared_blocks = shared_blocks
+        self._block_bytes = tuple(block_bytes) or (0,) * len(self.specs)
+        self._rules = Rules(
+            threshold=config.kv_recompute_threshold,
+            use_layerwise=config.use_layerwise,
+            window=config.layerwise_window,
+            layers=sum(len(spec.layers) for spec in specs),
+            exposed_s=config.layerwise_exposed_ms / 1000,
+            in_forward=in_forward,
+        )
         self._names: dict[str, list[list[bytes]]] = {}
         self._leases: dict[str, tuple[Lease, list[list[bytes]]]] = {}
         """Load order to its lease and the keys of the leased slots, by group."""
@@ -112,17 +131,20 @@ class SchedulerSide:
         local_tokens: int = 0,
         request: str | None = None,
         spare_last: bool = False,
+        company: Company = ALONE,
+        most_rest: int | None = None,
     ) -> Match:
         """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. Promises nothing.
 
         request: keep the names of its blocks until `finish`, so that nothing is hashed twice. spare_last: leave out the
-        last block that could be had, as the KV of a draft at its end depends on the token behind it.
+        last block that could be had, as the KV of a draft at its end depends on the token behind it. company: who else
+        is in the forward to come. most_rest: most new tokens that it takes; None: no limit.
         """
         nothing = ((),) * len(self.specs)
         try:
             keys = self._names_of(tokens, extras, request)
         except NotCacheable:
-            return Match(0, nothing, nothing, 0, MissReason.NOT_CACHEABLE)
+            return Match(0, nothing, nothing, NO_HIT, MissReason.NOT_CACHEABLE)
         present = [self.directory.present(group, named) for group, named in enumerate(keys)]
         usable = usable_prefix(self.specs, present, len(tokens), local_tokens=local_tokens)
         if spare_last and usable.tokens > local_tokens:
@@ -133,18 +155,16 @@ class SchedulerSide:
             soon = [self.directory.coming(group, named) for group, named in enumerate(keys)]
             coming = usable_prefix(self.specs, soon, len(tokens), local_tokens=local_tokens).tokens
         hit = max(0, usable.tokens - local_tokens)
-        decision = decide(
-            hit,
-            threshold=self.config.kv_recompute_threshold,
-            use_layerwise=self.config.use_layerwise,
-            window=self.config.layerwise_window,
-            layers=sum(len(spec.layers) for spec in self.specs),
-        )
         if hit == 0:
-            return Match(0, nothing, keys, 0, self._why(keys), coming)
+            return Match(0, nothing, keys, NO_HIT, self._why(keys), coming)
+        nbytes = sum(len(needed) * size for needed, size in zip(usable.needed, self._block_bytes, strict=True))
+        rest = len(tokens) - usable.tokens
+        rest = rest if most_rest is None else min(rest, most_rest)
+        decision = decide(Hit(hit, nbytes, rest), self._rules, company, self.rates.estimate)
         if decision.mode is Mode.RECOMPUTE:
-            return Match(0, nothing, keys, 0, MissReason.BELOW_THRESHOLD, coming)
-        return Match(usable.tokens, usable.needed, keys, decision.window, None, coming)
+            why = MissReason.BELOW_THRESHOLD if hit < self._rules.threshold else MissReason.FASTER
+            return Match(0, nothing, keys, decision, why, coming)
+        return Match(usable.tokens, usable.needed, keys, decision, None, coming, nbytes)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.
@@ -164,7 +184,8 @@ class SchedulerSide:
         except Missing:
             return None
         pairs = tuple(BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots)
-        order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, match.window)
+        how = match.decision
+        order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, how.window, how.hidden_bytes)
         self._leases[order.id] = (lease, wanted)
         self._ranks_left[order.id] = self.directory.ranks
         return order
@@ -203,6 +224,9 @@ class SchedulerSide:
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
         loads = tuple(map(self._judged, report.loads))
+        for load in loads:
+            if load.end is LoadEnd.LANDED:
+                self.rates.loaded(load.nbytes, load.transfer_s)
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
         failed = tuple(sorted(overdue.union(report.failed)))
         if failed:

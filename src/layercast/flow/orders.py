@@ -21,7 +21,8 @@ class LoadOrder(msgspec.Struct, frozen=True):
     """Bring a request's cached blocks from slots into engine blocks, layer by layer.
 
     id: unique for each attempt (a preempted and resumed request has two). tokens: what was promised.
-    window: layers moved together; 0 = all (bulk).
+    window: layers moved together; 0 = all (bulk). hidden_bytes: in the background, the load is said to have come once
+    no more than these are left; the rest lands inside the forwards that follow (`StepOrders.joins`).
     """
 
     id: str
@@ -29,6 +30,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     tokens: int
     pairs: tuple[BlockPairs, ...]
     window: int = 1
+    hidden_bytes: int = 0
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
@@ -77,7 +79,8 @@ class StepOrders(msgspec.Struct, frozen=True):
     """Everything to move during one forward.
 
     background: loads that this forward does not read; the engine waits for their outcome. aborts: requests of which
-    nothing more need be moved.
+    nothing more need be moved. joins: requests whose background loads this forward waits for, as they have been said to
+    have come and may still be landing.
     """
 
     step: int
@@ -87,6 +90,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     receives: tuple[ReceiveOrder, ...] = ()
     background: tuple[LoadOrder, ...] = ()
     aborts: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
 
 
 class LoadEnd(StrEnum):

@@ -18,6 +18,7 @@ class MissReason(StrEnum):
     NAMESPACE = "saved under another model, dtype, layout, adapter or salt"
     SHORT = "the shared prefix is shorter than one block"
     BELOW_THRESHOLD = "the hit is shorter than kv_recompute_threshold, so it was recomputed"
+    FASTER = "to compute it took less time than to load it"
     STORE_DOWN = "the store did not answer"
     TIMED_OUT = "a layer did not arrive within layer_wait_ms"
     CORRUPT = "a layer's digest differed from the one taken at saving"

@@ -91,7 +91,7 @@ class NoPool:
 
     def match(self, tokens: Sequence[int], extras: ExtrasOf | None = None) -> Match:
         """Nothing."""
-        return Match(0, (), (), 0)
+        return Match(0, (), ())
 
     def load_order(self, request: str, match: Match, tables: Tables) -> LoadOrder | None:
         """None."""

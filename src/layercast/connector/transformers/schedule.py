@@ -140,7 +140,7 @@ class Scheduler:
     def _load(self, request: Request) -> LoadOrder | None:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
         match = self._pool.match(request.tokens[: request.end], request.params.extras)
-        request.miss, request.window = match.miss, match.window
+        request.miss, request.window = match.miss, match.decision.window
         end = self._chunk_end(match.tokens, request.end)
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None

@@ -1,0 +1,51 @@
+"""What loads and forwards have cost lately, for the policy.
+
+Does not know requests, blocks, or what is decided. The clock is handed in.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from layercast.plan.policy import Estimate
+
+KEPT = 32
+LARGE = 64
+"""Tokens from which on a forward's time tells the cost of a token."""
+FORGET_S = 30.0
+"""Where nothing has been loaded for so long, what loads cost is not known: so a slow spell is not for ever."""
+
+
+class Rates:
+    """The last loads and forwards."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._loads: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._last_load_s = 0.0
+        self._token_s: deque[float] = deque(maxlen=KEPT)
+        self._forward_s: deque[float] = deque(maxlen=KEPT)
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """A load has landed that took so long from its first byte to its last."""
+        now = self._clock()
+        if now - self._last_load_s > FORGET_S:
+            self._loads.clear()
+        if nbytes and seconds > 0:
+            self._loads.append((nbytes, seconds))
+            self._last_load_s = now
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A forward over so many new tokens, without loads inside it, took so long."""
+        if tokens and seconds > 0:
+            self._forward_s.append(seconds)
+            if tokens >= LARGE:
+                self._token_s.append(seconds / tokens)
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The link as a whole over the loads; the median cost of a token; the least forward. None: not known yet."""
+        if not self._loads or not self._token_s or self._clock() - self._last_load_s > FORGET_S:
+            return None
+        link = sum(nbytes for nbytes, _ in self._loads) / sum(seconds for _, seconds in self._loads)
+        return Estimate(link, median(self._token_s), min(self._forward_s))

@@ -1,0 +1,78 @@
+"""What loads and forwards cost, from what they took."""
+
+import pytest
+
+from layercast.control.rates import FORGET_S, KEPT, LARGE, Rates
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def rates(clock):
+    return Rates(clock)
+
+
+def test_nothing_is_known_before_a_load_and_a_large_forward_have_been_seen(rates):
+    assert rates.estimate is None
+    rates.computed(LARGE, 0.1)
+    assert rates.estimate is None
+    rates.loaded(1000, 0.5)
+    assert rates.estimate is not None
+    empty = Rates(Clock())
+    empty.loaded(1000, 0.5)
+    empty.computed(LARGE - 1, 0.1)
+    assert empty.estimate is None
+
+
+def test_the_link_is_the_bytes_of_all_loads_over_their_time(rates):
+    rates.computed(100, 1.0)
+    rates.loaded(1000, 1.0)
+    rates.loaded(9000, 1.0)
+    assert rates.estimate.link_bytes_per_s == 5000
+
+
+def test_a_token_costs_what_it_does_in_large_forwards_and_no_forward_less_than_the_least(rates):
+    rates.loaded(1, 1.0)
+    for seconds in (0.1, 0.3, 0.2):
+        rates.computed(100, seconds)
+    rates.computed(1, 0.05)
+    assert rates.estimate.token_s == pytest.approx(0.002)
+    assert rates.estimate.compute_s(10) == 0.05
+    assert rates.estimate.compute_s(1000) == pytest.approx(2.0)
+
+
+def test_only_the_last_ones_count(rates):
+    for _ in range(KEPT):
+        rates.loaded(1, 1.0)
+        rates.computed(100, 9.0)
+    for _ in range(KEPT):
+        rates.loaded(50, 1.0)
+        rates.computed(100, 1.0)
+    assert (rates.estimate.link_bytes_per_s, rates.estimate.token_s) == (50, 0.01)
+
+
+def test_a_slow_spell_is_forgotten_where_nothing_is_loaded_any_more(rates, clock):
+    rates.computed(100, 1.0)
+    rates.loaded(1, 10.0)
+    clock.now += FORGET_S + 1
+    assert rates.estimate is None
+    rates.loaded(1000, 1.0)
+    assert rates.estimate.link_bytes_per_s == 1000
+
+
+def test_what_took_no_time_or_moved_nothing_tells_nothing(rates):
+    rates.loaded(0, 1.0)
+    rates.loaded(10, 0.0)
+    rates.computed(0, 1.0)
+    rates.computed(100, 0.0)
+    assert rates.estimate is None
