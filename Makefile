@@ -9,7 +9,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check format bench clean
+.PHONY: help demo demo-vllm test test-full check format bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,10 @@ help: ## list these targets
 demo: ## a small real model, its KV moved layer by layer: a table, a picture, demo.json (DEMO_ARGS=...)
 	@$(BOOTSTRAP) demo
 	@HF_HUB_OFFLINE=1 $(BIN)/layercast demo --json demo.json $(DEMO_ARGS)
+
+demo-vllm: ## the same in vLLM's CPU build: cold, then a hit; demo-vllm.json (DEMO_ARGS=...)
+	@$(BOOTSTRAP) demo vllm
+	@HF_HUB_OFFLINE=1 $(BIN)/layercast demo --vllm --json demo-vllm.json --out demo-out/vllm $(DEMO_ARGS)
 
 test: ## everything but the slow tests (PYTEST_ARGS=...)
 	@$(BOOTSTRAP) demo test vllm
@@ -44,5 +48,5 @@ bench: ## the project's figures, as JSON (bench/)
 	@for file in bench/bench_*.py; do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
 
 clean: ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out demo.json
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out demo.json demo-vllm.json
 	find src tests scripts bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

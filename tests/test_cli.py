@@ -7,12 +7,13 @@ import pytest
 from layercast import __version__
 
 
-def layercast(*arguments, **environ):
+def layercast(*arguments, cwd=None, **environ):
     return subprocess.run(
         [sys.executable, "-c", "from layercast.cli import main; main()", *arguments],
         capture_output=True,
         text=True,
         check=False,
+        cwd=cwd,
         env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": ":".join(sys.path), **environ},
     )
 
@@ -43,6 +44,15 @@ def test_a_wrong_setting_is_one_line_on_stderr_and_no_traceback(arguments, tmp_p
     assert ran.returncode == 2
     assert ran.stderr.startswith("layercast: command line: ") or ran.stderr.startswith("layercast: setting ")
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anything_long_runs(option, tmp_path):
+    (tmp_path / "file").touch()
+    ran = layercast("demo", option, str(tmp_path / "file" / "deeper" / "x"), HOME=str(tmp_path), cwd=tmp_path)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"layercast: {tmp_path / 'file' / 'deeper'}")
+    assert ran.stderr.endswith(f"choose another with {option}\n")
 
 
 def test_the_command_line_loads_no_engine_and_no_picture_library():

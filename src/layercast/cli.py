@@ -6,6 +6,7 @@ Engines are imported by the commands that need them, never when this module is.
 import os
 import sys
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ import msgspec
 import typer
 
 from layercast import __version__
-from layercast.errors import BadSetting, LayercastError
+from layercast.errors import BadSetting, LayercastError, Missing
 
 if TYPE_CHECKING:
     from layercast.doctor import Check
@@ -117,6 +118,7 @@ def demo(
     cache: Annotated[
         Path | None, typer.Option(help="Folder for the converted model (default: layercast in the user's cache).")
     ] = None,
+    vllm: Annotated[bool, typer.Option("--vllm", help="In a vLLM engine on the CPU: cold, bulk, layerwise.")] = False,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -125,9 +127,15 @@ def demo(
 
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
     figures = json or out / "demo.json"
-    _make_folders(out, figures.parent)
+    _make_folder(out, "--out")
+    _make_folder(figures.parent, "--json")
+    if vllm:
+        _require_vllm()
+        from layercast.demo.vllm import run
+    else:
+        from layercast.demo.scenario import run
     from layercast.demo.report import encoded, write_pictures, write_terminal
-    from layercast.demo.scenario import Options, run
+    from layercast.demo.scenario import Options
 
     options = Options(config=chosen, cache=cache or cache_folder(), link_gbps=link_gbps or None, dtype=dtype.value)
     result = run(options, lambda line: print(line, file=sys.stderr, flush=True))
@@ -136,19 +144,23 @@ def demo(
     write_pictures(result, out)
 
 
-def _make_folders(*folders: Path) -> None:
-    """Raises BadSetting, before anything long has run, for a folder that can't be written."""
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with --out") from error
-        if not os.access(folder, os.W_OK):
-            raise BadSetting(f"{folder}: can't be written; choose another with --out")
+def _require_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise Missing("vLLM is not here: make demo-vllm installs its CPU build (Linux, without an NVIDIA GPU)")
+
+
+def _make_folder(folder: Path, option: str) -> None:
+    """Raises BadSetting, before anything long has run, if the folder that `option` chose can't be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with {option}") from error
+    if not os.access(folder, os.W_OK):
+        raise BadSetting(f"{folder}: can't be written; choose another with {option}")
 
 
 def _write(path: Path, data: bytes) -> None:
-    _make_folders(path.parent)
+    _make_folder(path.parent, "--json")
     path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 

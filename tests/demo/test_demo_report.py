@@ -11,7 +11,9 @@ from layercast.demo.report import (
     ModeResult,
     answers,
     encoded,
+    in_the_middle,
     moved_line,
+    until_first_token,
     write_pictures,
     write_terminal,
 )
@@ -111,3 +113,29 @@ def test_the_files_hold_every_mode_and_all_fields(tmp_path):
 def test_figures_are_told_to_the_microsecond():
     told = json.loads(encoded(DemoResult(modes=changed("bulk", ttft_ms=1 / 3, rounds=(2 / 3,)), spans={})))
     assert (told["bulk"]["ttft_ms"], told["bulk"]["rounds"]) == (0.333, [0.667])
+
+
+def test_of_an_odd_or_even_number_of_rounds_the_one_in_the_middle_is_shown_with_its_own_spans():
+    def round_of(ms):
+        return msgspec.structs.replace(COLD, ttft_ms=ms), (Span(SpanKind.COMPUTE, 0, 0.0, ms),)
+
+    shown = in_the_middle({"cold": [round_of(ms) for ms in (9.0, 1.0, 5.0)], "bulk": [round_of(2.0)] * 2}, 2.0, "here")
+    assert (shown.modes["cold"].ttft_ms, shown.spans["cold"][0].end_s) == (5.0, 5.0)
+    assert shown.modes["cold"].rounds == (9.0, 1.0, 5.0)
+    assert (shown.modes["bulk"].ttft_ms, shown.modes["bulk"].link_gbps, shown.about) == (2.0, 2.0, "here")
+
+
+def test_only_what_began_between_the_request_and_its_first_token_is_shown_in_the_requests_time():
+    spans = [Span(SpanKind.LOAD, 0, start, start + 1.0) for start in (9.0, 10.0, 12.5, 13.0)]
+    shown = until_first_token(spans, zero_s=10.0, length_s=3.0)
+    assert [(span.start_s, span.end_s) for span in shown] == [(0.0, 1.0), (2.5, 3.5)]
+
+
+def test_rounds_are_told_as_they_were(tmp_path):
+    modes = {
+        "cold": msgspec.structs.replace(COLD, rounds=(1.0,) * 6),
+        "bulk": changed("bulk", rounds=(1.0,) * 3)["bulk"],
+    }
+    text = printed(DemoResult(modes=modes, spans={}), tmp_path)
+    assert "the median of 3 to 6 rounds" in text
+    assert "push:" not in text

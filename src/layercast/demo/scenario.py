@@ -22,15 +22,15 @@ from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine
 from layercast.connector.transformers.requests import Params, Result
-from layercast.demo.model import load, prepare, quicker_dtype
+from layercast.demo.model import load, prepare, prompt_ids, quicker_dtype
 from layercast.demo.prefill import Done, Job, Prefiller, Setup, prefill_process
-from layercast.demo.prompt import EARLIER_QUESTION, QUESTION, conversation
-from layercast.demo.report import MODES, DemoResult, ModeResult
+from layercast.demo.prompt import EARLIER_QUESTION, QUESTION
+from layercast.demo.report import MODES, DemoResult, ModeResult, Taken, in_the_middle, until_first_token
 from layercast.demo.sizes import SETTINGS
 from layercast.errors import Refused
 from layercast.flow.orders import LoadOutcome
 from layercast.observe.receipts import overlap
-from layercast.observe.timeline import Span, SpanKind, Timeline
+from layercast.observe.timeline import SpanKind, Timeline
 from layercast.transport.socket import SocketTransport
 
 MOST_TOKENS = 24
@@ -38,10 +38,7 @@ SLAB_BYTES = 256 << 20
 """Plenty for the demo's prompt; a default slab would be filled with pages for nothing."""
 DRAIN_S = 30.0
 ROUNDS = 3
-"""Modes take turns, and the round in the middle is shown: one sample on a busy machine says little."""
-
-Taken = tuple[ModeResult, tuple[Span, ...]]
-"""Figures and spans of one answer."""
+"""Modes take turns."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,20 +75,9 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
             for name, answer in ways.items():
                 say(f"round {number + 1} of {ROUNDS}, {name}: {len(guest.prompt):,} prompt tokens")
                 taken[name].append(answer())
-    middle = {name: sorted(rounds, key=lambda one: one[0].ttft_ms)[ROUNDS // 2] for name, rounds in taken.items()}
     threads = torch.get_num_threads()
     about = f"SmolLM2-135M, {str(dtype).removeprefix('torch.')}, {threads} compute thread{'s' * (threads > 1)}"
-    return DemoResult(
-        modes={
-            name: msgspec.structs.replace(
-                mode, link_gbps=options.link_gbps, rounds=tuple(one.ttft_ms for one, _ in taken[name])
-            )
-            for name, (mode, _) in middle.items()
-        },
-        spans={name: spans for name, (_, spans) in middle.items()},
-        link_gbps=options.link_gbps,
-        about=about,
-    )
+    return in_the_middle(taken, options.link_gbps, about)
 
 
 def _ways(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> dict[str, Callable[[], Taken]]:
@@ -100,7 +86,7 @@ def _ways(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> dic
     for name in ("bulk", "layerwise"):
         timeline = Timeline()
         opened = open_engine(
-            guest.model, _config(options, name), SETTINGS, link_gbps=options.link_gbps, timeline=timeline
+            guest.model, pool_of(options, name), SETTINGS, link_gbps=options.link_gbps, timeline=timeline
         )
         engine = stack.enter_context(opened)
         engine.generate([guest.earlier], Params(max_tokens=2))
@@ -112,22 +98,16 @@ def _ways(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> dic
 
 def _guest(folder: Path, dtype: torch.dtype) -> Guest:
     model, tokenizer = load(folder, dtype)
-
-    def ids(question: str) -> list[int]:
-        text = tokenizer.apply_chat_template(conversation(question), tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text)["input_ids"])
-
     assert model.generation_config is not None
     ends = model.generation_config.eos_token_id
-    return Guest(
-        model, tokenizer, ids(QUESTION), ids(EARLIER_QUESTION), tuple(ends) if isinstance(ends, list) else (ends,)
-    )
+    prompts = (prompt_ids(tokenizer, QUESTION), prompt_ids(tokenizer, EARLIER_QUESTION))
+    return Guest(model, tokenizer, *prompts, tuple(ends) if isinstance(ends, list) else (ends,))
 
 
 def _cold(guest: Guest, options: Options) -> Taken:
     """The prompt in an engine whose pool is empty; its KV is saved on the way."""
     timeline = Timeline()
-    with open_engine(guest.model, _config(options, "cold"), SETTINGS, timeline=timeline) as engine:
+    with open_engine(guest.model, pool_of(options, "cold"), SETTINGS, timeline=timeline) as engine:
         return _answered(guest, engine, timeline, Params(max_tokens=MOST_TOKENS, stop=guest.stop))
 
 
@@ -148,17 +128,18 @@ def _answered(guest: Guest, engine: Engine, timeline: Timeline, params: Params, 
     engine.drain(DRAIN_S)
     if hit and not result.loaded_tokens:
         raise Refused(f"{hit}: nothing was loaded. {result.receipt.sentence}")
-    return _figures(guest, result), _until_first_token(timeline.spans(), started_s, result.ttft_s)
+    return _figures(guest, result), until_first_token(timeline.spans(), started_s, result.ttft_s)
 
 
-def _config(options: Options, name: str) -> Config:
+def pool_of(options: Options, name: str) -> Config:
+    """The settings of the pool that answers in the mode of that name."""
     room = min(options.config.host_bytes, SLAB_BYTES)
     return msgspec.structs.replace(options.config, use_layerwise=name != "bulk", host_bytes=room)
 
 
 def _push_way(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> Callable[[], Taken]:
     """The prompt computed by another process, whose layers land here as they are written."""
-    config = _config(options, "push")
+    config = pool_of(options, "push")
     dtype = str(guest.model.dtype).removeprefix("torch.")
     threads, secret = torch.get_num_threads(), secrets.token_bytes(32)
     setup = Setup(str(folder), dtype, threads, secret, config, guest.earlier, options.link_gbps)
@@ -185,7 +166,7 @@ def _pushed(guest: Guest, engine: Engine, timeline: Timeline, prefiller: Prefill
         for span in done.spans
         if span.kind in (SpanKind.COMPUTE, SpanKind.PUSH)
     )
-    spans = _until_first_token((*timeline.spans(), *theirs), started_s, result.ttft_s)
+    spans = until_first_token((*timeline.spans(), *theirs), started_s, result.ttft_s)
     return _push_figures(_figures(guest, result), done), spans
 
 
@@ -229,13 +210,4 @@ def _figures(guest: Guest, result: Result) -> ModeResult:
         verified=all(load.verified for load in loads) if loads else None,
         pids=(os.getpid(),),
         text=str(guest.tokenizer.decode(result.tokens, skip_special_tokens=True)),
-    )
-
-
-def _until_first_token(spans: tuple[Span, ...], zero_s: float, length_s: float) -> tuple[Span, ...]:
-    """Spans that began before the first token, with times since the request."""
-    return tuple(
-        msgspec.structs.replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
-        for span in spans
-        if 0.0 <= span.start_s - zero_s < length_s
     )
