@@ -34,7 +34,7 @@ class Gatekeeper:
     def opened(self, batch: Batch, flight: Flight) -> None:
         """A batch is under way: its layers' gates will count its end."""
         with self._lock:
-            if batch in self._due:
+            if batch in self._due and batch not in self._flights:
                 self._flights[batch] = flight
                 self._pass(batch, flight)
 
@@ -67,8 +67,10 @@ class Gatekeeper:
 
     def _rearm(self) -> None:
         """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
-        self._due = {batch for run in self._live for batch in run.left()}
-        self._flights = {batch: flight for batch, flight in self._flights.items() if batch in self._due}
+        left = {batch: flight for run in self._live for batch, flight in run.left().items()}
+        under_way = {batch: flight for batch, flight in left.items() if flight is not None}
+        self._due = set(left)
+        self._flights = under_way | {batch: flight for batch, flight in self._flights.items() if batch in self._due}
         self._gate.reset()
         self._gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
         for batch, flight in self._flights.items():

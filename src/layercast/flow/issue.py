@@ -81,6 +81,12 @@ class Issuer:
                 self._loads.push(batch, layer=batch.layers[0] + LAST * background, owner=batch.owner)
         self._pump()
 
+    def hasten(self, owner: str) -> None:
+        """From now on layers wait for what is still queued of a background load."""
+        with self._lock:
+            for batch in self._loads.remove(owner):
+                self._loads.push(batch, layer=batch.layers[0], owner=batch.owner)
+
     def add_saves(self, batches: Iterable[Batch]) -> None:
         """Queue batches that nobody waits for."""
         with self._lock:

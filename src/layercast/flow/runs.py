@@ -6,7 +6,7 @@ mover's thread while the forward's thread asks. Do not know queues, movers or ga
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -77,13 +77,16 @@ class LoadRun:
     end: LoadEnd | None = None
     reason: str = ""
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _left: set[Batch] = field(default_factory=set)
+    _left: dict[Batch, Flight | None] = field(default_factory=dict)
+    """What has not ended; the flights of what is with the mover."""
+    _bytes: int = 0
     _moved: int = 0
     _bad: list[tuple[int, int]] = field(default_factory=list)
 
     def plan(self, batches: Sequence[Batch]) -> None:
         """Take note of every batch that must end before the load has."""
-        self._left = set(batches)
+        self._left = dict.fromkeys(batches)
+        self._bytes = sum(batch.pieces.nbytes for batch in batches)
         self.layers = frozenset(layer for batch in batches for layer in batch.layers)
 
     @property
@@ -91,10 +94,22 @@ class LoadRun:
         """Whether no batch is queued or in flight any more, so that the target blocks are quiet."""
         return not self._left
 
-    def left(self) -> set[Batch]:
-        """Batches that have not ended."""
+    def left(self) -> Mapping[Batch, Flight | None]:
+        """Batches that have not ended; their flights, where they are under way."""
         with self._changed:
-            return set(self._left)
+            return dict(self._left)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it has settled, or what is left is no more than will hide behind a forward."""
+        order = self.order
+        early = isinstance(order, LoadOrder) and order.hidden_bytes
+        return self.settled or (bool(early) and self.left_bytes <= early)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that have not landed."""
+        return self._bytes - self._moved
 
     def decided(self, layers: Collection[int], timeout_s: float) -> bool:
         """Whether it has failed, or has landed and been checked in these layers; waits up to `timeout_s` seconds."""
@@ -107,6 +122,9 @@ class LoadRun:
     def submitted(self, batch: Batch, last: Flight) -> None:
         """A batch is with the mover."""
         self.clocking.start()
+        with self._changed:
+            if batch in self._left:
+                self._left[batch] = last
         self.overseer.opened(batch, last)
 
     def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
@@ -118,7 +136,7 @@ class LoadRun:
         elif bad:
             self.fail(LoadEnd.CORRUPT, f"{len(bad)} blocks differ from what was saved, in layers {batch.layers}")
         with self._changed:
-            self._left.discard(batch)
+            self._left.pop(batch, None)
             self.clocking.last_s = time.perf_counter()
             if flight.error is None:
                 self._moved += batch.pieces.nbytes
@@ -137,7 +155,8 @@ class LoadRun:
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Batches that will never be submitted."""
         with self._changed:
-            self._left.difference_update(batches)
+            for batch in batches:
+                self._left.pop(batch, None)
 
     def outcome(self, verified: bool) -> LoadOutcome:
         """The end, once settled."""

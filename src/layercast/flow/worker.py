@@ -75,6 +75,8 @@ class Worker:
         self._loads: list[LoadRun] = []
         self._background: list[LoadRun] = []
         """Those of `_loads` that no forward reads and whose request still waits for them."""
+        self._said: list[LoadRun] = []
+        """Those of `_loads` that were said to have come while a part was still to land; a forward is to wait for it."""
         self._saves: list[SaveRun] = []
 
     def begin(self, orders: StepOrders, after: Sequence[Flight] = ()) -> "LayerStep":
@@ -89,26 +91,30 @@ class Worker:
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
         saves = [SaveRun(order, self.ways.save_plans(order.pairs), self.ways.slab.digests) for order in orders.saves]
+        joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
         self._saves += saves
-        self.gates.arm([*loads, *arrivals])
+        self.gates.arm([*loads, *arrivals, *joined])
+        for run in joined:
+            self.issuer.hasten(run.id)
         for run, flights in arrivals.items():
             _follow(run, flights)
         self.issuer.add_loads(itertools.chain(*loads.values()))
         self.issuer.add_loads(itertools.chain(*background.values()), background=True)
-        return LayerStep(self, orders, [*loads, *arrivals], saves)
+        return LayerStep(self, orders, [*loads, *arrivals, *joined], saves)
 
     def abort(self, request: str) -> None:
         """Issue nothing more of a request; what is in flight is reported once it has ended."""
         for run in [run for run in self._loads if run.order.request == request]:
             run.fail(LoadEnd.ABORTED, "the request was aborted")
+        self._said = [run for run in self._said if run.order.request != request]
         for save in [save for save in self._saves if save.order.request == request]:
             save.give_up(Missing("the request was aborted"), self.issuer.drop(save.order.id))
 
     def report(self, step: int, failed: Sequence[str] = ()) -> StepReport:
         """What has ended since the last report."""
-        landed = [run for run in self._loads if run.settled]
+        landed = [run for run in self._loads if run.settled and (run.end is None or run not in self._said)]
         saved = [save for save in self._saves if save.settled]
         self._loads = [run for run in self._loads if run not in landed]
         self._saves = [save for save in self._saves if save not in saved]
@@ -123,15 +129,19 @@ class Worker:
     def awaited(self) -> list[tuple[str, LoadEnd]]:
         """(request, end) of the background loads that are over since the last call, for better or worse.
 
-        A failed one may still be landing: its blocks are quiet only once its outcome has been reported.
+        One whose rest will hide behind the next forward counts as landed: the forwards that name it in their `joins`
+        wait for the rest. A failed one may still be landing: its blocks are quiet only once its outcome has been
+        reported.
         """
         now = time.perf_counter()
         for run in self._background:
             first_s = run.clocking.first_s
             if first_s is not None and now - first_s > self.ways.config.lease_s:
                 run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
-        over = [run for run in self._background if run.end is not None or run.settled]
+        over = [run for run in self._background if run.end is not None or run.hidden]
         self._background = [run for run in self._background if run not in over]
+        self._said = [run for run in self._said if run.end is not None or not run.settled]
+        self._said += [run for run in over if run.end is None and not run.settled]
         return [(run.order.request, run.end or LoadEnd.LANDED) for run in over]
 
     def quiet(self, timeout_s: float) -> None:
@@ -164,6 +174,12 @@ class Worker:
         batches = self.ways.load_batches(run, order, tuple(after))
         run.plan(batches)
         return run, batches
+
+    def _join(self, requests: Collection[str]) -> list[LoadRun]:
+        """Loads that were said to have come, and that the next forward has to wait for or has to fail with."""
+        named = [run for run in self._said if run.order.request in requests]
+        self._said = [run for run in self._said if run not in named]
+        return [run for run in named if run.end is not None or not run.settled]
 
     def _receive(self, order: ReceiveOrder) -> tuple[LoadRun, dict[Batch, Flight]]:
         """A push is followed, not moved: one empty batch a layer, whose flight ends when the peer's bytes are in."""
@@ -251,6 +267,11 @@ class LayerStep:
                 batches = self._worker.ways.save_batches(save, save.plans, window, after)
                 save.queue(batches)
                 self._worker.issuer.add_saves(batches)
+
+    @property
+    def reads(self) -> tuple[LoadOrder | ReceiveOrder, ...]:
+        """Orders whose KV this forward waits for."""
+        return tuple(run.order for run in self._loads)
 
     def judge(self, layers: Collection[int] | None = None) -> tuple[str, ...]:
         """Requests whose loads have failed, once these layers (None: all) have run.

@@ -1,0 +1,282 @@
+"""Loads in two parts: in the background until the rest will hide behind a forward, and the rest inside that forward."""
+
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from layercast.config import Config
+from layercast.errors import LayercastError
+from layercast.flow.batches import Ways
+from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
+from layercast.flow.worker import Worker
+from layercast.move.base import Mover
+from layercast.move.cpu import CpuMover
+from layercast.move.flights import HostFlight
+from layercast.move.gates import CpuGate
+from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.store.slab import Slab
+from layercast.testing.oracle import ByteEngine
+
+LAYERS, BLOCKS, TOKENS = 6, 16, [1, 2, 3, 4]
+SPECS = [GroupSpec("full", GroupKind.FULL, 4, tuple(range(LAYERS)))]
+
+
+class HeldMover(Mover):
+    """A real mover whose loads each wait until the test lets them go, well or not."""
+
+    def __init__(self):
+        self.inner, self.held, self.free = CpuMover(), [], True
+
+    def submit(self, pieces, *, after=(), keep=()):
+        flight = HostFlight()
+        if self.free:
+            flight.land()
+        else:
+            self.held.append(flight)
+        return self.inner.submit(pieces, after=(flight, *after), keep=keep)
+
+    def go(self, count=1, broken=False):
+        for _ in range(min(count, len(self.held))):
+            flight = self.held.pop(0)
+            flight.fail(LayercastError("the link broke")) if broken else flight.land()
+
+    def digest(self, ranges, *, after=()):
+        return self.inner.digest(ranges, after=after)
+
+    def mark(self):
+        return self.inner.mark()
+
+    @property
+    def staging_bytes(self):
+        return 0
+
+    def close(self, timeout_s):
+        self.free = True
+        self.go(len(self.held))
+        self.inner.close(timeout_s)
+
+
+@contextmanager
+def worker_of(**settings):
+    """A worker whose slots 0 to 7 hold what blocks 0 to 7 held in all layers; the blocks are empty again."""
+    config = Config(**{"host_bytes": 1 << 20, "layer_wait_ms": 2000, **settings})
+    engine, threads = ByteEngine(SPECS, BLOCKS), threading.active_count()
+    slab, mover = Slab.create(engine.layout, config.host_bytes), HeldMover()
+    worker = Worker(Ways.between(engine.layout, slab, config), mover, CpuGate())
+    try:
+        for layer in range(LAYERS):
+            for block in range(8):
+                engine.write(layer, block, [*TOKENS, block])
+        save = SaveOrder("save", "cold", (BlockPairs(0, tuple(range(8)), tuple(range(8))),))
+        step = worker.begin(StepOrders(0, saves=(save,)))
+        step.end()
+        worker.quiet(5)
+        worker.report(0)
+        for array in engine.arrays.values():
+            array[:] = 0
+        mover.free = False
+        yield worker, engine, mover
+    finally:
+        mover.close(5)
+        slab.close()
+    assert threading.active_count() == threads
+
+
+def load(name="hit", blocks=(0, 1), windows_hidden=2, window=1):
+    order = LoadOrder(name, name, 4 * len(blocks), (BlockPairs(0, tuple(blocks), tuple(blocks)),), window)
+    layer_bytes = len(blocks) * 4 * 24
+    return msgspec.structs.replace(order, hidden_bytes=windows_hidden * layer_bytes)
+
+
+def landed(worker, order, windows):
+    """Wait until so many windows of a load have ended."""
+    run = next(run for run in worker._loads if run.order is order)
+    worker.issuer.wait_until(lambda: len(run.left()) <= LAYERS - windows or run.end is not None, 5)
+    while len(run.left()) > LAYERS - windows and run.end is None:
+        time.sleep(0.001)
+
+
+def start(worker, order):
+    worker.begin(StepOrders(1, background=(order,))).end()
+
+
+def right(engine, layer, blocks=(0, 1)):
+    return all(engine.holds(layer, block, [*TOKENS, block]) for block in blocks)
+
+
+def test_a_load_has_come_once_what_is_left_will_hide():
+    with worker_of() as (worker, _, mover):
+        order = load()
+        start(worker, order)
+        for windows in range(1, LAYERS - 2):
+            mover.go()
+            landed(worker, order, windows)
+            assert worker.awaited() == []
+        mover.go()
+        landed(worker, order, LAYERS - 2)
+        assert worker.awaited() == [("hit", LoadEnd.LANDED)]
+        assert worker.awaited() == []
+        assert worker.report(2).loads == ()
+
+
+def test_a_load_that_hides_nothing_has_come_once_all_of_it_has():
+    with worker_of() as (worker, engine, mover):
+        order = load(windows_hidden=0)
+        start(worker, order)
+        for windows in range(1, LAYERS):
+            mover.go()
+            landed(worker, order, windows)
+            assert worker.awaited() == []
+        mover.go()
+        worker.quiet(5)
+        assert worker.awaited() == [("hit", LoadEnd.LANDED)]
+        assert all(right(engine, layer) for layer in range(LAYERS))
+
+
+def said(worker, mover, order, windows=LAYERS - 2):
+    start(worker, order)
+    for number in range(windows):
+        mover.go()
+        landed(worker, order, number + 1)
+    assert worker.awaited() == [("hit", LoadEnd.LANDED)]
+
+
+def test_the_forward_that_joins_it_waits_for_the_rest_layer_by_layer():
+    with worker_of(layerwise_prefetch_layers=1) as (worker, engine, mover):
+        order = load()
+        said(worker, mover, order)
+        step = worker.begin(StepOrders(2, joins=("hit",)))
+        assert [order.id for order in step.reads] == ["hit"]
+        for layer in range(LAYERS):
+            if layer >= LAYERS - 2:
+                threading.Timer(0.02, mover.go).start()
+            step.wait(layer)
+            assert right(engine, layer)
+        report = step.end()
+        assert report.failed == ()
+        ((outcome),) = report.loads
+        assert (outcome.end, outcome.layers, outcome.verified) == (LoadEnd.LANDED, LAYERS, True)
+        assert outcome.exposed_s > 0
+        assert worker.idle
+
+
+def test_a_forward_that_does_not_join_it_waits_for_nothing():
+    with worker_of() as (worker, _, mover):
+        said(worker, mover, load())
+        step = worker.begin(StepOrders(2))
+        for layer in range(LAYERS):
+            step.wait(layer)
+        assert step.end().loads == ()
+        assert not worker.idle
+
+
+def test_what_is_left_goes_before_other_background_loads_once_a_forward_waits_for_it():
+    with worker_of(layerwise_prefetch_layers=1) as (worker, engine, mover):
+        said(worker, mover, load(windows_hidden=3), LAYERS - 3)
+        start(worker, load("other", blocks=(4, 5), windows_hidden=0))
+        step = worker.begin(StepOrders(2, joins=("hit",)))
+        for layer in range(LAYERS):
+            if layer >= LAYERS - 3:
+                mover.go()
+            step.wait(layer)
+            assert right(engine, layer)
+        assert not step.end().failed
+        assert not right(engine, 1, (4, 5))
+
+
+def test_one_that_fails_after_it_was_said_to_have_come_fails_the_forward_that_joins_it_and_is_not_told_before():
+    with worker_of() as (worker, _, mover):
+        order = load()
+        said(worker, mover, order)
+        mover.go(broken=True)
+        mover.go()
+        worker.quiet(5)
+        assert worker.report(2).loads == ()
+        assert worker.awaited() == []
+        step = worker.begin(StepOrders(3, joins=("hit",)))
+        for layer in range(LAYERS):
+            step.wait(layer)
+        assert step.judge() == ("hit",)
+        report = step.end()
+        assert report.failed == ("hit",)
+        assert [outcome.end for outcome in report.loads] == [LoadEnd.LOST]
+        assert worker.idle
+
+
+def test_one_that_never_lands_fails_the_forward_after_its_deadline():
+    with worker_of(layer_wait_ms=60) as (worker, _, mover):
+        said(worker, mover, load())
+        step = worker.begin(StepOrders(2, joins=("hit",)))
+        for layer in range(LAYERS):
+            step.wait(layer)
+        assert step.end().failed == ("hit",)
+        mover.go(LAYERS)
+        worker.quiet(5)
+        assert [outcome.end for outcome in worker.report(3).loads] == [LoadEnd.LATE]
+        assert worker.idle
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_abort_ends_one_that_no_forward_has_joined(broken):
+    with worker_of() as (worker, _, mover):
+        said(worker, mover, load())
+        mover.go(broken=broken)
+        worker.issuer.wait_until(lambda: worker._said[0].end is not None or not broken, 5)
+        worker.begin(StepOrders(2, aborts=("hit",))).end()
+        mover.go(LAYERS)
+        worker.quiet(5)
+        assert worker.awaited() == []
+        (outcome,) = worker.report(3).loads
+        assert outcome.end is (LoadEnd.LOST if broken else LoadEnd.ABORTED)
+        assert worker.idle
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_layer_that_a_forward_reads_is_right_or_the_forward_fails(seed):
+    """Loads of random sizes, windows and hidden parts that land, break, are joined or aborted at random moments."""
+    draw = random.Random(seed)
+    with worker_of(layer_wait_ms=400, layerwise_prefetch_layers=draw.randrange(1, 4)) as (worker, engine, mover):
+        orders = {
+            name: load(name, blocks, draw.randrange(LAYERS + 1), draw.choice([1, 2, 0]))
+            for name, blocks in (("a", (0, 1, 2)), ("b", (3,)), ("c", (4, 5, 6, 7)))
+        }
+        waiting, ready, step_number = dict(orders), set(), 1
+        worker.begin(StepOrders(step_number, background=tuple(orders.values()))).end()
+        over = threading.Event()
+        helper = threading.Thread(target=feed, args=(mover, draw.randrange(1 << 30), over))
+        helper.start()
+        deadline = time.monotonic() + 10
+        while not worker.idle and time.monotonic() < deadline:
+            step_number += 1
+            ready.update(name for name, end in worker.awaited() if end is LoadEnd.LANDED)
+            aborts = tuple(name for name in list(waiting) if draw.random() < 0.02)
+            joins = tuple(sorted(ready.difference(aborts))) if draw.random() < 0.7 else ()
+            for name in aborts:
+                waiting.pop(name)
+                ready.discard(name)
+            step = worker.begin(StepOrders(step_number, joins=joins, aborts=aborts))
+            seen = {}
+            for layer in range(LAYERS):
+                step.wait(layer)
+                for name in joins:
+                    seen[name] = seen.get(name, True) and right(engine, layer, orders[name].pairs[0].blocks)
+            failed = step.judge()
+            for name in joins:
+                assert seen[name] or name in failed, (name, seen, failed)
+            ready.difference_update(joins)
+            step.end()
+        over.set()
+        helper.join()
+        assert worker.idle
+        assert worker.issuer._in_flight == 0
+
+
+def feed(mover, seed, over):
+    """Let copies go, one in fifteen of them broken, until it is over."""
+    draw = random.Random(seed)
+    while not over.wait(draw.random() * 0.002):
+        mover.go(draw.randrange(1, 4), broken=draw.random() < 0.07)
