@@ -114,3 +114,7 @@ class BrokenInvariant(LayercastError):
 
 class NoDiskSpace(Refused):
     """A folder has no room for what is to be written; the message names it, the need and what is free."""
+
+
+class FolderLost(PeerLost):
+    """A folder can't be read or written: taken away, forbidden or broken. The message names it and why."""

@@ -1,0 +1,255 @@
+"""Objects as files of a folder, which several processes may share; the least recently used are removed first.
+
+A file is a header (magic, length, digest of key and bytes) and the object. It is written under a temporary name and
+renamed, so a reader finds it whole or not at all, and what is short or damaged counts as absent and is removed. Times
+of files tell what was used last, to every process; each counts what the others wrote now and then. Does not know what
+the bytes are.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from threading import Lock
+
+import xxhash
+
+from layercast.errors import BadTransition, Corrupt, FolderLost, Full, LayercastError
+from layercast.store.base import ReadHandle, Store, WriteHandle
+from layercast.store.buffered import BufferedRead, BufferedWrite
+from layercast.store.ledger import Entry, Ledger, check_batch, missing
+
+MAGIC = b"layercast file 1"
+HEADER = Struct("<16sQ16s")
+"""Magic, bytes of the object, xxh3-128 of its key and its bytes."""
+UNFINISHED = ".part"
+RECOUNT = 16
+"""A part of the capacity: after writing so much, what other processes have written and used is looked at."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FolderStore(Store):
+    """At most `capacity` bytes of objects in `folder`, those being written included. clock: seconds, for leases.
+
+    The folder is made if need be, for its owner alone. Raises FolderLost where it can't be read.
+    """
+
+    def __init__(self, folder: Path, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self.clock = clock
+        self._lock = Lock()
+        self._ledger = Ledger(capacity, clock)
+        self._uncounted = 0
+        """Bytes written since the folder was last looked at."""
+        self._closed = False
+        try:
+            self._recount(_remove_if_left)
+        except OSError as error:
+            raise _typed(error, folder) from error
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store.present`."""
+        self._check_open()
+        return [os.path.exists(self._file(key)) for key in keys]
+
+    def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
+        """See `Store.open_write`. Raises FolderLost too; a disk that is full shows at the commit, as Full."""
+        check_batch(keys, sizes)
+        with self._lock:
+            self._check_open()
+            try:
+                if self._uncounted > self._ledger.capacity // RECOUNT:
+                    self._recount()
+                for key in self._ledger.room_for(sum(sizes)):
+                    self._drop(key)
+            except OSError as error:
+                raise _typed(error, self.folder) from error
+            self._ledger.used += sum(sizes)
+            self._uncounted += sum(sizes)
+        return BufferedWrite(self, tuple(keys), tuple(sizes))
+
+    def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
+        """See `Store.open_read`. Another process may evict an object during the lease; then it is Missing."""
+        with self._lock:
+            self._check_open()
+            sizes = [self._size(key) for key in keys]
+            absent = [key for key, size in zip(keys, sizes, strict=True) if size is None]
+            if absent:
+                raise missing(absent, len(keys))
+            found = tuple(size or 0 for size in sizes)
+            for key, size in zip(keys, found, strict=True):
+                if key not in self._ledger.entries:
+                    self._ledger.add(key, size)
+                with suppress(OSError):  # where only reading is allowed, others do not learn that it was used
+                    os.utime(self._file(key), ns=(time.time_ns(),) * 2)
+            handle = BufferedRead(
+                self, tuple(keys), found, self.clock() + lease_s, lambda index: self._load(keys[index], found[index])
+            )
+            self._ledger.lease(handle, keys, handle.deadline)
+            return handle
+
+    def evict(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store.evict`."""
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                if not self._ledger.held(key):
+                    with suppress(OSError):  # whether it is gone is asked below
+                        self._drop(key)
+        return [not there for there in self.present(keys)]
+
+    def close(self) -> None:
+        """See `Store.close`. The files stay."""
+        with self._lock:
+            self._closed = True
+
+    def admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:
+        """Write whole objects, then rename them; the first commit of a key stays. Raises Full, FolderLost."""
+        written: list[tuple[str, int]] = []
+        try:
+            with self._lock:
+                self._check_open()
+            for key, data in zip(keys, objects, strict=True):
+                written.append(self._written(key, data))
+            with self._lock:
+                self._check_open()
+                for key, data, (unfinished, _) in zip(keys, objects, written, strict=True):
+                    if not os.path.exists(self._file(key)):
+                        os.utime(unfinished, ns=(time.time_ns(),) * 2)
+                        os.rename(unfinished, self._file(key))
+                        self._ledger.drop(key)
+                        self._ledger.add(key, len(data))
+        except OSError as error:
+            raise _typed(error, self.folder) from error
+        finally:
+            self.give_back(sum(map(len, objects)))
+            for unfinished, file in written:
+                with suppress(FileNotFoundError):
+                    os.unlink(unfinished)
+                os.close(file)
+
+    def give_back(self, size: int) -> None:
+        """End the room of an open write, for a write handle."""
+        with self._lock:
+            self._ledger.used -= size
+
+    def let_go(self, handle: BufferedRead, keys: Sequence[bytes]) -> None:
+        """End a read's lease, for a read handle."""
+        with self._lock:
+            self._ledger.end(handle, keys)
+
+    def _written(self, key: bytes, data: bytearray) -> tuple[str, int]:
+        """A file with an object, not yet under its name, and its descriptor, whose lock says that a writer lives."""
+        final = self._file(key)
+        name = f"{final}.{secrets.token_hex(8)}{UNFINISHED}"
+        os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with suppress(OSError):  # some shared folders know no locks: nothing is cleaned up there
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for part in (HEADER.pack(MAGIC, len(data), _digest(key, data)), data):
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+        except BaseException:
+            os.unlink(name)
+            os.close(file)
+            raise
+        return name, file
+
+    def _load(self, key: bytes, size: int) -> bytes:
+        """An object, checked. Raises Missing, or Corrupt having removed it, or FolderLost."""
+        with self._lock:
+            self._check_open()
+        try:
+            with open(self._file(key), "rb") as file:
+                magic, length, digest = HEADER.unpack(file.read(HEADER.size).ljust(HEADER.size, b"\0"))
+                data = file.read(size + 1)
+        except FileNotFoundError:
+            raise missing([key], 1) from None
+        except OSError as error:
+            raise _typed(error, self.folder) from error
+        if magic != MAGIC or length != len(data) or length != size or digest != _digest(key, data):
+            with self._lock, suppress(OSError):
+                self._drop(key)
+            raise Corrupt(f"{self._file(key)} is short or damaged, and was removed; recompute what it held")
+        return data
+
+    def _size(self, key: bytes) -> int | None:
+        """Bytes of an object; None if it is absent, or too short to be one."""
+        try:
+            size = os.stat(self._file(key)).st_size - HEADER.size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _typed(error, self.folder) from error
+        return size if size > 0 else None
+
+    def _recount(self, unfinished: Callable[[str], None] = lambda path: None) -> None:
+        """Look at the folder: what is there, what was used last. unfinished: is shown the files being written."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found: list[tuple[int, bytes, int]] = []
+        for part in [part.path for part in os.scandir(self.folder) if part.is_dir()]:
+            for file in os.scandir(part):
+                with suppress(FileNotFoundError):  # another process is quicker
+                    if file.name.endswith(UNFINISHED):
+                        unfinished(file.path)
+                    elif (key := _key(file.name)) is not None:
+                        facts = file.stat()
+                        found.append((facts.st_mtime_ns, key, max(0, facts.st_size - HEADER.size)))
+        ledger, before = self._ledger, self._ledger.entries
+        ledger.used += sum(size for _, _, size in found) - sum(entry.size for entry in before.values())
+        leases = {key: entry.leases for key, entry in before.items() if entry.leases}
+        before.clear()
+        before.update((key, Entry(size, leases.get(key, {}))) for _, key, size in sorted(found))
+        self._uncounted = 0
+
+    def _drop(self, key: bytes) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._file(key))
+        self._ledger.drop(key)
+
+    def _file(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self.folder}/{name[:2]}/{name}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadTransition("the store is closed; open another one")
+
+
+def _digest(key: bytes, data: bytes | bytearray) -> bytes:
+    digest = xxhash.xxh3_128(key)
+    digest.update(data)
+    return digest.digest()
+
+
+def _key(name: str) -> bytes | None:
+    """The key that a file is named after, if it is one."""
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return None
+
+
+def _remove_if_left(path: str) -> None:
+    """Remove an unfinished file unless its writer lives, and so holds its lock; one just begun may be lost to this."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+    finally:
+        os.close(file)
+
+
+def _typed(error: OSError, folder: Path) -> LayercastError:
+    """What an error of the system means: no room, or a folder that can't be used."""
+    if error.errno in _NO_ROOM:
+        return Full(f"{folder}: {error.strerror}; nothing more is kept there until there is room")
+    return FolderLost(f"{folder}: {error.strerror}; see that it is there and may be read and written")

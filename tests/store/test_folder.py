@@ -1,0 +1,233 @@
+"""The store over a folder: the laws of every store, and what files, other processes and a disk may do to it."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from layercast.errors import Corrupt, FolderLost, Full, Missing
+from layercast.store.folder import HEADER, UNFINISHED, FolderStore
+from layercast.testing.faults import FakeClock
+from layercast.testing.store_laws import CAPACITY, LEASE_S, StoreLaws, content, get, key, put, there
+
+
+class TestFolderStore(StoreLaws):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path):
+        self.folder = tmp_path / "kv"
+        files = len(os.listdir("/proc/self/fd"))
+        yield
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert not list(self.folder.rglob(f"*{UNFINISHED}"))
+
+    def make_store(self, capacity, clock):
+        return FolderStore(self.folder, capacity, clock)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "kv"
+
+
+def file_of(folder, number):
+    return folder / key(number).hex()[:2] / key(number).hex()
+
+
+def test_what_another_process_wrote_is_seen_and_read(folder):
+    store = FolderStore(folder, CAPACITY)
+    assert there(store, 1) == [False]
+    writer = multiprocessing.get_context("spawn").Process(target=_write_elsewhere, args=(folder, 1, 2))
+    writer.start()
+    writer.join(30)
+    assert writer.exitcode == 0
+    assert there(store, 1, 2, 3) == [True, True, False]
+    assert get(store, 2) == content(2, 1024)
+
+
+def _write_elsewhere(folder, *numbers):
+    put(FolderStore(folder, CAPACITY), *numbers)
+
+
+def test_objects_outlive_their_store(folder):
+    put(FolderStore(folder, CAPACITY), 1)
+    assert get(FolderStore(folder, CAPACITY), 1) == content(1, 1024)
+
+
+@pytest.mark.parametrize("at", [0, 16, 24, HEADER.size, HEADER.size + 500, HEADER.size + 1023])
+def test_a_flipped_byte_is_never_read(folder, at):
+    """Anywhere in the file: the object is lost, and may be written again."""
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1)
+    file = file_of(folder, 1)
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    with store.open_read([key(1)], LEASE_S) as read, pytest.raises(Corrupt, match="recompute"):
+        read.read(0, 0, bytearray(8))
+    assert there(store, 1) == [False]
+    put(store, 1)
+    assert get(store, 1) == content(1, 1024)
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER.size, HEADER.size + 1, HEADER.size + 1023, HEADER.size + 2000])
+def test_a_file_of_another_length_is_never_read(folder, size):
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1)
+    file = file_of(folder, 1)
+    file.write_bytes(file.read_bytes()[:size].ljust(size, b"x"))
+    with pytest.raises(Missing), store.open_read([key(1)], LEASE_S) as read:
+        read.read(0, 0, bytearray(1))
+
+
+def test_an_object_under_another_objects_name_is_never_read(folder):
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1, 2)
+    file_of(folder, 1).write_bytes(file_of(folder, 2).read_bytes())
+    with store.open_read([key(1)], LEASE_S) as read, pytest.raises(Corrupt):
+        read.read(0, 0, bytearray(8))
+
+
+def test_a_damaged_object_takes_no_room(folder):
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1, 2, 3, 4)
+    file_of(folder, 1).write_bytes(b"")
+    with pytest.raises(Missing):
+        get(store, 1)
+    put(FolderStore(folder, CAPACITY), 1)
+    assert there(store, 2, 3, 4) == [True] * 3
+
+
+def test_what_others_write_counts_and_goes_when_it_is_oldest(folder):
+    """Each of two stores writes twice the capacity: together they stay near it."""
+    stores = [FolderStore(folder, CAPACITY) for _ in range(2)]
+    for number in range(16):
+        put(stores[number % 2], number)
+    left = [number for number in range(16) if there(stores[0], number) == [True]]
+    assert left == [12, 13, 14, 15]
+
+
+def test_a_read_keeps_an_object_from_going_first_for_every_store(folder):
+    one, other = (FolderStore(folder, CAPACITY) for _ in range(2))
+    put(one, 1)
+    put(one, 2, 3, 4)
+    get(other, 1)
+    put(FolderStore(folder, CAPACITY), 5)
+    assert there(one, 1, 2, 3, 4, 5) == [True, False, True, True, True]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from layercast.store.folder import FolderStore
+from layercast.testing.store_laws import key
+os.rename = lambda *names: os.kill(os.getpid(), 9)
+with FolderStore(Path(sys.argv[1]), 4096).open_write([key(1), key(2)], [1024, 1024]) as handle:
+    handle.write(0, 0, bytes(1024)); handle.write(1, 0, bytes(1024)); handle.commit()
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_was_never_seen(folder):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(folder.rglob(f"*{UNFINISHED}"))) == 2
+    store = FolderStore(folder, CAPACITY)
+    assert there(store, 1, 2) == [False, False]
+    assert not list(folder.rglob(f"*{UNFINISHED}"))
+    put(store, 3, size=CAPACITY)
+
+
+def test_what_a_living_writer_writes_is_left_alone(folder):
+    store = FolderStore(folder, CAPACITY)
+    name, file = store._written(key(1), bytearray(8))
+    FolderStore(folder, CAPACITY)
+    assert os.path.exists(name)
+    os.close(file)
+    FolderStore(folder, CAPACITY)
+    assert not os.path.exists(name)
+
+
+def test_a_folder_that_is_taken_away_is_absence_and_comes_back_with_the_next_write(folder):
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1)
+    read = store.open_read([key(1)], LEASE_S)
+    folder.rename(folder.with_name("gone"))
+    assert there(store, 1) == [False]
+    with pytest.raises(Missing):
+        read.read(0, 0, bytearray(8))
+    put(store, 2)
+    assert get(store, 2) == content(2, 1024)
+
+
+def test_a_folder_that_became_a_file_is_a_typed_failure(folder):
+    store = FolderStore(folder, CAPACITY)
+    put(store, 1)
+    folder.rename(folder.with_name("gone"))
+    folder.write_bytes(b"")
+    assert there(store, 1) == [False]
+    with pytest.raises(FolderLost, match="see that it is there"):
+        put(store, 2)
+    with pytest.raises((FolderLost, Missing)):
+        get(store, 1)
+
+
+def test_a_folder_that_can_not_be_made_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(FolderLost, match="file"):
+        FolderStore(tmp_path / "file" / "kv", CAPACITY)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_only_be_read_is_read(folder):
+    put(FolderStore(folder, CAPACITY), 1)
+    file_of(folder, 1).parent.chmod(0o500)
+    store = FolderStore(folder, CAPACITY)
+    assert get(store, 1) == content(1, 1024)
+    with pytest.raises(FolderLost, match="Permission"):
+        put(store, 257)
+    file_of(folder, 1).parent.chmod(0o700)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from layercast.errors import Full
+from layercast.store.folder import FolderStore
+from layercast.testing.store_laws import get, put, there, content
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = FolderStore(Path(sys.argv[1]), 1 << 20)
+put(store, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    put(store, 2, 3, size=10_000)
+except Full:
+    assert store._ledger.used == 1024, store._ledger.used
+    assert there(store, 1, 2, 3) == [True, False, False] and get(store, 1) == content(1, 1024)
+    print("full")
+"""
+
+
+def test_a_disk_that_fills_up_during_a_write_leaves_nothing_of_it(folder):
+    """The system refuses the file half-way, here by a limit on its size."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(folder)], check=False, timeout=60, capture_output=True)
+    assert done.stdout == b"full\n", done.stderr
+    assert not list(folder.rglob(f"*{UNFINISHED}"))
+
+
+def test_files_are_for_their_owner_alone(folder):
+    put(FolderStore(folder, CAPACITY), 1)
+    assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
+
+
+def test_leases_end_by_the_clock_of_the_store(folder):
+    clock = FakeClock()
+    store = FolderStore(folder, CAPACITY, clock)
+    put(store, 1)
+    store.open_read([key(1)], LEASE_S)
+    with pytest.raises(Full):
+        store.open_write([key(2)], [CAPACITY])
+    clock.advance(LEASE_S)
+    put(store, 2, size=CAPACITY)
+    assert there(store, 1, 2) == [False, True]
