@@ -11,7 +11,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-TIMED = 2000
+from layercast.connector.vllm.stats import Stats
+
+TIMED, MANY = 2000, 32
 
 
 class Runner:
@@ -39,10 +41,10 @@ class Runner:
             if kind == "full":
                 self.active.pre_forward(output, batch, attn_metadata={})
             else:
-                with set_forward_context(None, self.engine.core.vllm_config):
+                with set_forward_context({}, self.engine.core.vllm_config):
                     self.active.pre_forward(output, batch)
                     if kind == "failed":
-                        return None
+                        return self.forget(output)
                     for name in self.names if kind == "pieces" else ():
                         self.engine.hooks.wait_for_layer_load(name)
                         for _ in range(2):  # as draft layers do
@@ -61,6 +63,7 @@ class Runner:
         self.scheduler.update_from_output(output, made)
         return {
             "tokens": output.total_num_scheduled_tokens,
+            "full_graphs": (reported.kv_connector_stats or Stats()).data.get("full_graph_steps_with_loads", {}),
             "invalid": sorted(reported.invalid_block_ids),
             "loads": [[o.end, o.layers] for o in self.engine.connector.outcomes if hasattr(o, "end")],
             "saves": [
@@ -68,10 +71,16 @@ class Runner:
             ],
         }
 
-    def request(self, name, ids, first):
-        """A request whose first step is of that kind; the others are in pieces."""
+    def forget(self, output):
+        """Nothing ever comes of a step."""
+        for name, tokens in output.num_scheduled_tokens.items():
+            self.scheduler.requests[name].num_in_flight_tokens -= tokens
+
+    def request(self, name, ids, first, several=1):
+        """Requests whose first step is of that kind; the others are in pieces."""
         self.engine.connector.outcomes.clear()
-        self.add(name, ids)
+        for number in range(several):
+            self.add(f"{name}-{number}", ids)
         steps = [self.step(first)]
         while self.scheduler.has_unfinished_requests():
             steps.append(self.step("pieces"))
@@ -97,13 +106,16 @@ def timed(runner):
 
 
 def main(folder):
-    engine, facts = Engine(model(folder, "llama")), {}
+    engine, facts = Engine(model(folder, "llama"), max_num_seqs=MANY), {}
     runner, long = Runner(engine), prompt(1, 200)
     facts["cold"] = runner.request("cold", long, "pieces")
     facts["swept"] = runner.request("swept", prompt(2, 200), "full")
     for kind in ("pieces", "full", "no_hooks"):
         facts[kind] = runner.request(kind, long, kind)
         facts[f"{kind}_bytes"] = engine.loaded_bytes()
+    runner.engine.hooks._unheard = set(runner.names)
+    facts["unheard"] = runner.request("unheard", long, "no_hooks")
+    facts["many"] = runner.request("many", long, "full", MANY)
     facts["failed"] = runner.request("failed", long, "failed")
     facts["drained"] = engine.drain()
     facts["times"] = timed(runner)

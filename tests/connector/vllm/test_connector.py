@@ -115,9 +115,9 @@ def test_nothing_is_left_behind(facts):
     assert facts["threads"] == []
 
 
-def test_the_connector_is_known_by_name_and_wants_piecewise_graphs(facts):
+def test_the_connector_is_known_by_name_and_keeps_full_graphs(facts):
     assert facts["by_name"]
-    assert facts["piecewise"]
+    assert not facts["piecewise"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (value,) = project["entry-points"]["vllm.general_plugins"].values()
     assert EntryPoint("layercast", value, "vllm.general_plugins").load().__name__ == "register"

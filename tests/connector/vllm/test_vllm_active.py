@@ -29,6 +29,19 @@ def test_a_hit_lands_in_pieces_and_before_a_full_graph(facts, kind):
     assert facts[f"{kind}_bytes"] > 0
 
 
+def test_full_graphs_that_load_are_counted_for_one_request_and_for_32(facts):
+    for kind in ("full", "many"):
+        assert [step["full_graphs"].get("load", 0) for step in facts[kind]][:2] == [1, 0]
+    assert facts["many"][0]["tokens"] == 32 * 8
+    assert facts["many"][-1]["loads"] == [["landed", LAYERS]] * 32
+    assert not any(step["invalid"] for step in facts["many"])
+
+
+def test_layers_whose_hooks_were_never_called_are_waited_for_before_the_forward(facts):
+    assert facts["unheard"][0]["tokens"] == 8
+    assert facts["unheard"][-1]["loads"] == [["landed", LAYERS]]
+
+
 def test_a_forward_without_hooks_that_was_no_full_graph_is_recomputed(facts):
     first, again, *_ = facts["no_hooks"]
     assert len(first["invalid"]) == 6

@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from layercast.connector.vllm.connector import LayercastConnector
 
 KNOWN = json.loads(FILE.read_text())
-WORKS_WITH = ["0.32.0", "0.33.0"]
-LATER_THAN_0_29 = {"get_transfer_results"}
-"""Hooks of ours that 0.29 does not call; it asks `get_finished` instead."""
+WORKS_WITH = ["0.26.0", "0.29.0", "0.32.0", "0.33.0"]
+NEWER = {"get_transfer_results"}
+"""Hooks of ours that 0.26 and 0.29 do not call; they ask `get_finished` instead."""
 OURS = {
     name
     for kind in LayercastConnector.__mro__
@@ -59,6 +59,7 @@ def test_nothing_abstract_is_left(version):
     assert {name for name, has in KNOWN[version].items() if has["abstract"]} <= OURS
 
 
-def test_what_0_29_lacks_is_known():
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.0"])
+def test_what_older_versions_lack_is_known(version):
     called = OURS & set(KNOWN["0.32.0"])
-    assert called - set(KNOWN["0.29.0"]) == LATER_THAN_0_29
+    assert called - set(KNOWN[version]) - {"supports_divergent_local_hybrid_hits"} == NEWER

@@ -1,4 +1,4 @@
-"""vLLM (0.30 and later): the scheduler and worker hooks of its KV connectors, translated into orders and steps."""
+"""vLLM (0.26 and later): the scheduler and worker hooks of its KV connectors, translated into orders and steps."""
 
 NAME, MODULE = "LayercastConnector", "layercast.connector.vllm.connector"
 

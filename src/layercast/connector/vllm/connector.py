@@ -13,12 +13,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from layercast.config import from_mapping
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
+from layercast.connector.vllm.versions import HIT_SOURCE, NAMES_LAYOUTS
 from layercast.connector.vllm.worker import WorkerHooks
 
 _log = logging.getLogger("layercast")
@@ -31,7 +31,7 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
     UnsupportedModel for what it would not do right.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -68,5 +68,16 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: a full graph would replay the forward without its gates."""
-        return True
+        """False: before a full graph starts, what it reads has been waited for; what it writes is saved after it."""
+        return False
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether all layers of a block should lie together, as 0.26 to 0.28 ask."""
+        return self.config.block_major
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The order of layers and blocks to ask for, where it has a name (0.29); None: any."""
+        settings = from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config")
+        return "BLNHC" if NAMES_LAYOUTS and settings.block_major else None

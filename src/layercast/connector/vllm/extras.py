@@ -7,9 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
+from layercast.connector.vllm.versions import extra_keys
 from layercast.errors import NotCacheable
 from layercast.spec.keys import Extra, ExtraKind
 
@@ -60,8 +60,8 @@ def extras_of(request: Request, adapters: Adapters, block_size: int, salt: str =
         return found
     medium = 0
     for block in range(-(-request.num_prompt_tokens // block_size)):
-        keys, medium = generate_block_hash_extra_keys(request, block * block_size, (block + 1) * block_size, medium)
-        named = [_extra(request, key, adapters) for key in keys or () if block == 0 or key[0] != "lora"]
+        keys, medium = extra_keys(request, block * block_size, (block + 1) * block_size, medium)
+        named = [_extra(request, key, adapters) for key in keys if block == 0 or key[0] != "lora"]
         if named:
             found.setdefault(block, []).extend(named)
     return found

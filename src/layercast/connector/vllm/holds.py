@@ -56,6 +56,11 @@ class Holds:
             for order in list(self._held):
                 self._watch(order)
 
+    def doubt(self, blocks: Iterable[int]) -> None:
+        """Let nobody find these in vLLM's prefix cache any more."""
+        if self._pool.enable_caching:
+            self._pool.evict_blocks(set(blocks))
+
     @property
     def held(self) -> int:
         """Blocks held."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -20,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    group_kernel_blocks,
 )
 
+from layercast.connector.vllm import versions
 from layercast.errors import BadPlane, UnsupportedModel
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.identities import identities_of
@@ -58,17 +57,23 @@ def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
     strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in KINDS})
     recurrent = any(isinstance(spec, MambaSpec) for spec in specs)
     aligned = config.cache_config.enable_prefix_caching and config.cache_config.mamba_cache_mode == "align"
-    divergent = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+    divergent = versions.RESTORES_DEEPER_STATES
+    windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+    several = len(caches.kv_cache_groups) > 1
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "a kv_role other than kv_both": config.kv_transfer_config.kv_role != "kv_both",
         f"caches of {', '.join(strange)}": bool(strange),
-        "caches that vLLM keeps out of transfers": len(caches.transfer_group_ids) != len(caches.kv_cache_groups),
+        "caches that vLLM keeps out of transfers": versions.transferred_groups(caches) != len(caches.kv_cache_groups),
         "recurrent layers without their states at block boundaries; set --enable-prefix-caching "
         "--mamba-cache-mode align": recurrent and divergent and not aligned,
         "recurrent layers beside vLLM's own prefix cache in this version; set --no-enable-prefix-caching, or use "
         "vLLM 0.32": recurrent and not divergent and config.cache_config.enable_prefix_caching,
+        "layers with a sliding window or a recurrent state in this version, which does not tell whole block tables; "
+        "use vLLM 0.29": (windows or recurrent) and not versions.TELLS_TABLES,
+        "several cache groups in this version, which can't be told of a load that failed; use vLLM 0.30": several
+        and not versions.TELLS_FAILED_REQUESTS,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
@@ -94,7 +99,7 @@ def register(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, to
         revision=model.revision or "",
         weights_version=f"{model.dtype} {model.quantization}",
         draft=_draft(config),
-        packing=f"{sorted(set(kernels))} {caches.kv_cache_layout} {config.cache_config.cache_dtype}",
+        packing=f"{sorted(set(kernels))} {versions.layout_name(caches)} {config.cache_config.cache_dtype}",
     )
     target = frozenset(layer for name, layer in layers.items() if not _is_draft(config, name))
     return Registration(layers, target, layout, identities)
@@ -143,14 +148,16 @@ def _kernel(module: object, backend: str, spec: KVCacheSpec) -> str:
 
 def _plane(name: str, layer: int, tensor: torch.Tensor, backend: str, kind: GroupKind, blocks: int) -> Plane:
     """One layer's registered tensor: [blocks, heads, tokens, content], or as many kernel blocks in each block."""
+    if tensor.ndim == 3:  # one head, in older versions
+        tensor = tensor.unsqueeze(1)
     if tensor.ndim != 4 or tensor.shape[0] % blocks:
         raise BadPlane(
             f"{name}: registered as {tuple(tensor.shape)}, but [{blocks} blocks, heads, tokens, content] is what is "
-            "understood; use vLLM 0.30 or later"
+            "understood; use vLLM 0.26 or later"
         )
     axes = [BLOCK, HEAD, TOKEN if backend in TOKEN_ROWS else "packed", "content"]
     if tensor.shape[0] != blocks:
-        tensor, axes = group_kernel_blocks(tensor, blocks), [BLOCK, "kernel", HEAD, "packed", "content"]
+        tensor, axes = tensor.unflatten(0, (blocks, -1)), [BLOCK, "kernel", HEAD, "packed", "content"]
     if kind is GroupKind.RECURRENT:
         axes = [BLOCK, "one", "state", "content"]
     dtype = str(tensor.dtype).removeprefix("torch.")

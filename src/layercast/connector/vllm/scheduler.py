@@ -6,7 +6,7 @@ Does not know tensors, addresses or how bytes move.
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,14 +16,17 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
+from layercast.connector.vllm import recovery
 from layercast.connector.vllm.extras import Adapters, extras_of
+from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import TIER, Tracked, wishes_of
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
@@ -32,6 +35,8 @@ from layercast.observe.receipts import MissReason
 from layercast.spec.groups import GroupKind, GroupSpec
 
 _log = logging.getLogger("layercast")
+ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""Ends that come with the output of a step, so of one whose loads have not failed."""
 KEPT_OUTCOMES = 1000
 ASK_AGAIN_S = 1.0
 """Longest time that a request waits for blocks of its prompt that are being saved."""
@@ -51,18 +56,17 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.outcomes: deque[LoadOutcome | SaveOutcome] = deque(maxlen=KEPT_OUTCOMES)
         """The last loads and saves to end, one entry a rank."""
         self.tracked: dict[str, Tracked] = {}
-        drafts = self._vllm_config.speculative_config
-        self._spare_last = drafts is not None and drafts.use_eagle_block_drop()
+        self._forwards = Forwards(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        self._tables = Tables()
         self._facts: dict[int, WorkerFacts] = {}
         self._stats = Stats()
         self._adapters = Adapters()
         self._due = Due()
         self._drain_until_s = 0.0
         several = len(self._kv_cache_config.kv_cache_groups) > 1
-        self._background = several or bool(self._vllm_config.scheduler_config.async_scheduling)
-        """Whether loads end before a forward reads them. vLLM can't recompute a load that fails inside the forward of a
-        model with several groups; and under async scheduling it delivers the token of the step that was in flight
-        when the load failed, which was computed from what had not been loaded."""
+        self._background = several or not recovery.AVAILABLE
+        """Whether loads end before a forward reads them: a load that fails inside one can't be told of by its blocks
+        where several groups number theirs, nor be recomputed by a scheduler that delivers what was in flight."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Make the directory from what the workers registered: vLLM brings it here across processes, once.
@@ -76,11 +80,13 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._facts.update(facts)
         if self.side is None and len(self._facts) == self._vllm_config.parallel_config.tensor_parallel_size:
             ranks = [self._facts[rank] for rank in sorted(self._facts)]
-            self.side = scheduler_side(ranks, self.config, shared_blocks=True)
+            self.side = scheduler_side(ranks, self.config, shared_blocks=True, in_forward=not self._background)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
         self._holds = Holds(gpu_block_pool, self._reused)
+        if not self._background:
+            recovery.install()
 
     def _reused(self, order: str) -> None:
         self._side.doom(order)
@@ -103,13 +109,19 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
         match = self._side.match(
-            request.all_token_ids[:], known.extras, num_computed_tokens, request.request_id, self._spare_last
+            request.all_token_ids[:],
+            known.extras,
+            num_computed_tokens,
+            request.request_id,
+            drops_last_block(self._vllm_config.speculative_config),
+            self._forwards.company(request.request_id, self.tracked),
+            self._forwards.most_tokens,
         )
         if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
             return None, False
         known.match, known.miss, known.local = match, match.miss, num_computed_tokens
         tokens = max(0, match.tokens - num_computed_tokens)
-        return tokens, self._background and tokens > 0
+        return tokens, match.decision.parked and tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
@@ -120,6 +132,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if match is None or num_external_tokens == 0:
             return
         known.promised, known.failed = num_external_tokens, False
+        known.decision, known.parked = match.decision, match.decision.parked
         tables = _tables(blocks.get_block_ids())
         order = self._side.load_order(request.request_id, match, tables)
         if order is None:
@@ -128,7 +141,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         known.loading = order.id
         self._drain_until_s = time.monotonic() + DRAIN_S
         self._holds.hold(order.id, order.pairs)
-        (self._due.background if self._background else self._due.loads).append(order)
+        if known.parked:
+            self._due.background.append(order)
+        else:
+            self._due.loads.append(order)
+            self._forwards.admitted(match.nbytes, request.num_tokens - match.tokens)
 
     def _may_wait(self, known: Tracked) -> bool:
         now = time.monotonic()
@@ -138,9 +155,9 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
         known.failed = True
-        if self._background:
+        if known.parked:
             self._due.lost_requests.add(known.request.request_id)
-        else:
+        if not (known.parked and TELLS_FAILED_REQUESTS):
             self._due.lost_blocks.update(
                 block for table, needed in zip(tables, match.needed, strict=True) for i in needed if (block := table[i])
             )
@@ -149,20 +166,53 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """The step's orders: loads promised since the last one, saves of the blocks that it completes."""
-        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+        self._tables.step(scheduler_output)
+        for name in scheduler_output.preempted_req_ids or ():
+            if (known := self.tracked.get(name)) is not None and known.loading is not None:
+                recovery.drop_in_flight(known.request)
+                self._holds.doubt(known.reading)
+        scheduled = scheduler_output.num_scheduled_tokens
+        if scheduled and self._forwards.coming:
+            self._join(scheduled)
+        for name, tokens in scheduled.items():
             known = self.tracked.get(name)
             if known is None:
                 continue
             before = known.request.num_computed_tokens
             known.failed = False
-            self._save(known, before, before + tokens, scheduler_output)
+            known.reading = self._tables.of(name)[0] if known.loading is not None else ()
+            if not self._due.lost_blocks:  # else nobody knows what this forward computes from what
+                self._save(known, before, before + tokens)
+        self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
         if self._due.empty:
             return NOTHING
         due, self._due = self._due, Due(self._due.steps)
         return due.orders()
 
-    def _save(self, known: Tracked, before: int, after: int, output: SchedulerOutput | None, *ids: list[int]) -> None:
-        """Order the save of blocks that are complete after a step and whose tokens are known; drafts never are."""
+    def _join(self, scheduled: Collection[str]) -> None:
+        """Have the forward wait for loads that were said to have come; a failed one is lost to the first that reads it.
+
+        A forward waits for all of them, as others may find their blocks in vLLM's own cache.
+        """
+        coming = self._forwards.coming
+        for name, order in list(coming.items()):
+            known = self.tracked.get(name)
+            if known is None or (known.loading != order.id and not known.failed):
+                del coming[name]
+                continue
+            if known.loading == order.id:
+                self._due.joins.append(name)
+            if name in scheduled:
+                known.parked = False
+                if known.failed:
+                    self._due.lost_blocks.update(block for pair in order.pairs for block in pair.blocks)
+                del coming[name]
+
+    def _save(self, known: Tracked, before: int, after: int, ended: Sequence[list[int]] | None = None) -> None:
+        """Order the save of blocks that are complete after a step and whose tokens are known; drafts never are.
+
+        ended: the block tables of a request that has ended.
+        """
         request = known.request
         start = min(known.saved, before)
         end = min(after, request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens)
@@ -171,11 +221,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             return
         known.saved = end
         name = request.request_id
-        if output is None:
-            tables, snapshots = _tables(ids), []
-        else:
-            state = output.kv_connector_block_state
-            tables, snapshots = _tables(state.get_block_ids(name)), state.boundary_state_offloads.get(name, ())
+        tables = _tables(self._tables.of(name) if ended is None else ended)
+        snapshots = self._tables.snapshots(name) if ended is None else ()
         for group, spec in enumerate(self._side.specs):
             if spec.kind is GroupKind.RECURRENT:
                 tables[group] = _snapshots(spec, group, snapshots)
@@ -192,10 +239,13 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.pop(request.request_id, None)
         if known is None:
             return False, None
-        if known.trusted:
-            self._save(known, request.num_computed_tokens, request.num_computed_tokens, None, *block_ids)
-        if known.loading is not None and self._background:
+        reading = known.loading is not None and request.status not in ANSWERED
+        if not (reading or known.failed):
+            self._save(known, request.num_computed_tokens, request.num_computed_tokens, block_ids)
+        if reading and self._background:
             self._due.aborts.append(request.request_id)
+        elif reading:  # nobody may find what the step in flight makes of a load that may yet fail
+            self._holds.doubt(block_ids[0])
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
@@ -217,6 +267,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, Reports) and found.facts:
             self._meet(dict(found.facts))
+        for request in connector_output.finished_recving or ():
+            known = self.tracked.get(request)
+            if known is not None and known.order is not None and known.loading == known.order.id:
+                self._forwards.coming[request] = known.order
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
             for request in settled.failed:
@@ -240,6 +294,8 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What has been counted since the last call."""
+        if self.side is not None:  # vLLM asks once a step, when its tokens are there
+            self._forwards.ended(self.side.chooser.rates)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, Stats()
@@ -287,6 +343,7 @@ class Due:
         self.loads: list[LoadOrder] = []
         self.background: list[LoadOrder] = []
         self.saves: list[SaveOrder] = []
+        self.joins: list[str] = []
         self.aborts: list[str] = []
         self.lost_blocks: set[int] = set()
         self.lost_requests: set[str] = set()
@@ -295,7 +352,13 @@ class Due:
     def empty(self) -> bool:
         """Whether there is nothing."""
         return not (
-            self.loads or self.saves or self.background or self.aborts or self.lost_blocks or self.lost_requests
+            self.loads
+            or self.saves
+            or self.background
+            or self.joins
+            or self.aborts
+            or self.lost_blocks
+            or self.lost_requests
         )
 
     def orders(self) -> Orders:
@@ -306,6 +369,7 @@ class Due:
             tuple(self.saves),
             background=tuple(self.background),
             aborts=tuple(self.aborts),
+            joins=tuple(self.joins),
         )
         return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests))
 
@@ -315,7 +379,7 @@ def _tables(block_ids: Sequence[Sequence[int]]) -> list[Table]:
     return [[block or None for block in ids] for ids in block_ids]
 
 
-def _snapshots(spec: GroupSpec, group: int, offers: Sequence[tuple[int, int, int]]) -> Table:
+def _snapshots(spec: GroupSpec, group: int, offers: Iterable[tuple[int, int, int]]) -> Table:
     """Where vLLM leaves a recurrent group's states at block boundaries in this step, by (group, block, tokens)."""
     at = {
         tokens // spec.block_size - 1: block

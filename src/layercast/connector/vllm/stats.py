@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from layercast.flow.orders import LoadOutcome, SaveOutcome
 from layercast.observe.receipts import MissReason
 
+FULL_GRAPH_STEPS = "full_graph_steps_with_loads"
 COUNTERS = {
     "transfers": ("outcome", "Loads and saves that have ended, on each rank"),
     "bytes": ("direction", "Payload bytes moved"),
@@ -23,6 +24,7 @@ COUNTERS = {
     "transfer_seconds": ("direction", "Time from a load's first byte to its last"),
     "exposed_seconds": ("direction", "Time that forwards waited for loads"),
     "swept_layers": ("direction", "Layers saved after the forward, as no hook announced them"),
+    FULL_GRAPH_STEPS: ("direction", "Forwards without layers' hooks that waited for all their loads first"),
     "hit_tokens": ("tier", "Tokens promised to requests"),
     "misses": ("reason", "Requests for which nothing was loaded"),
 }

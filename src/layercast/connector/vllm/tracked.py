@@ -40,6 +40,8 @@ class Tracked:
     asked_s: float | None = None
     """When it was first told to ask again."""
     loading: str | None = None
+    reading: Sequence[int] = ()
+    """Its blocks in the step that reads what is being loaded."""
     failed: bool = False
     loaded: LoadOutcome | None = None
     """How its last load ended, on one rank."""
@@ -76,11 +78,6 @@ class Tracked:
             miss=None if self.promised else self.miss,
             detail="" if load is None else load.reason,
         )
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the engine's blocks of this request hold what it has computed."""
-        return self.loading is None and not self.failed
 
 
 class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,30 +5,34 @@ Does not know keys, leases or why something moves.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.forward_context import ForwardContext
+from vllm.v1.attention.backend import AttentionBackend
 
 from layercast.config import Config
 from layercast.connector.vllm.metadata import Handshake, Orders, Reports
 from layercast.connector.vllm.registration import register
+from layercast.connector.vllm.stats import FULL_GRAPH_STEPS, Stats
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, TransferResults, by_layer
 from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
-from layercast.flow.orders import LoadEnd, StepOrders, StepReport
+from layercast.flow.orders import LoadEnd, LoadOrder, StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
 from layercast.observe.timeline import OFF, Timeline
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
 
 class WorkerHooks(KVConnectorBase_V1):
-    """One rank. A step is begun only where there is something to move; it ends with `wait_for_save`."""
+    """One rank. A step is begun only where there is something to move; it ends with `wait_for_save`, or where vLLM
+    leaves that out with its metadata."""
 
     config: Config
     _worker: Worker
@@ -38,6 +42,9 @@ class WorkerHooks(KVConnectorBase_V1):
     _target: frozenset[int]
     _failed: set[str]
     """Requests of this step whose loads have been reported as failed."""
+    _unheard: set[str]
+    """Layers of which no hook has been called yet: what a forward reads of them is waited for before it starts."""
+    _stats: Stats
     timeline: ClassVar[Timeline] = OFF
     link_gbps: ClassVar[float | None] = None
     """What a subclass may measure with: a recorder, and a link to pace copies to (see `open_worker`)."""
@@ -49,19 +56,25 @@ class WorkerHooks(KVConnectorBase_V1):
         self._introduced = False
         self._step: LayerStep | None = None
         self._failed_blocks: set[int] = set()
+        self._awaited: dict[str, set[int]] = {}
+        """Requests whose loads are in the background, and the blocks that these fill."""
         self._reports: list[tuple[int, StepReport]] = []
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the slab for the engine's memory and start what copies; those of an earlier registration end."""
         self._closing.close()
         found = register(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._layers, self._target = found.layers, found.target
+        self._layers, self._target, self._unheard = found.layers, found.target, set(found.layers)
         keep = tuple(kv_caches.values())
         opened = open_worker(found.layout, self.config, keep=keep, link_gbps=self.link_gbps, timeline=self.timeline)
         self._worker = self._closing.enter_context(opened)
         specs = tuple(group.spec for group in found.layout.groups)
         self._handshake = Handshake(WorkerFacts(specs, found.identities, self._worker.ways.slots))
         self._rank = get_tensor_model_parallel_rank()
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
+        """As `register_kv_caches`, where 0.26 to 0.28 have put all layers of a block together."""
+        self.register_kv_caches(by_layer(self._kv_cache_config, kv_cache, attn_backend))
 
     def get_handshake_metadata(self) -> Handshake:
         """What the scheduler side must know of this rank."""
@@ -78,18 +91,25 @@ class WorkerHooks(KVConnectorBase_V1):
         if orders is not None and not orders.loads:
             self._begin(orders)
 
-    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begin a step with loads, behind whatever the engine has done to their blocks so far.
 
-        A forward replayed as one full graph passes no layer's hook, so there everything is waited for here.
+        A forward replayed as one full graph passes no layer's hook, so there all of them are waited for here; so are,
+        in any forward, layers whose hooks were never seen to be called.
         """
         metadata = self._connector_metadata
-        if isinstance(metadata, Orders) and metadata.orders is not None and self._step is None:
-            self._begin(metadata.orders)
-            mode = getattr(forward_context, "cudagraph_runtime_mode", None)
-            if "attn_metadata" in kwargs or mode is CUDAGraphMode.FULL:
-                for layer in self._worker.ways.layers:
-                    self._step_begun.wait(layer)
+        if not isinstance(metadata, Orders) or metadata.orders is None or self._step is not None:
+            return
+        self._begin(metadata.orders)
+        called = (
+            forward_context.attn_metadata is not None
+            and "attn_metadata" not in kwargs
+            and forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL
+        )
+        if not called:
+            self._stats.add(FULL_GRAPH_STEPS, "load")
+        for name in self._unheard if called else self._layers:
+            self._step_begun.wait(self._layers[name])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pass the layer's gate."""
@@ -98,29 +118,46 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object) -> None:
         """Hand the layer off."""
+        if self._unheard:
+            self._unheard.discard(layer_name)
         if self._step is not None:
             self._step.written(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """End the step, or take in what has ended since the last one."""
+        """End the step."""
         if self._step is not None:
             self._end()
-        elif not self._worker.idle:
-            self._note(self._worker.report(-1))
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose background loads are over.
+    def clear_connector_metadata(self) -> None:
+        """End the step where vLLM has not waited for its saves."""
+        if self._step is not None:
+            self._end()
+        super().clear_connector_metadata()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(None, requests whose background loads are over), for versions that tell failed ones by their blocks."""
+        over, failed = self._over()
+        self._failed_blocks.update(*(blocks for name, blocks in over.items() if name in failed))
+        return None, set(over) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        """Requests whose background loads are over, and which of them failed.
 
         With speculative decoding vLLM asks for results before the draft has run and `wait_for_save` comes.
         """
+        over, failed = self._over()
+        return TransferResults(set(), set(over), failed)
+
+    def _over(self) -> tuple[dict[str, set[int]], set[str]]:
+        """(request to the blocks of a background load that is over, those that failed)."""
         if self._step is not None:
             self._judge()
         lost = self._connector_metadata.lost_requests if isinstance(self._connector_metadata, Orders) else frozenset()
         if self._worker.idle and not lost:
-            return KVConnectorTransferResults()
+            return {}, set()
         ends = self._worker.awaited()
         failed = {request for request, end in ends if end not in (LoadEnd.LANDED, LoadEnd.ABORTED)} | lost
-        return KVConnectorTransferResults(set(), {request for request, _ in ends} | lost, failed)
+        return {request: self._awaited.pop(request, set()) for request in (*(name for name, _ in ends), *lost)}, failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to recompute."""
@@ -129,6 +166,8 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> Reports | None:
         """What ended since the last call, and the first time what was registered."""
+        if self._step is None and not self._worker.idle:
+            self._note(self._worker.report(-1))
         reports, self._reports = self._reports, []
         if not self._introduced:
             self._introduced = True
@@ -143,6 +182,8 @@ class WorkerHooks(KVConnectorBase_V1):
     def _begin(self, orders: StepOrders) -> None:
         self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
         self._orders, self._failed = orders, set()
+        if not TELLS_FAILED_REQUESTS:
+            self._awaited.update((load.request, _blocks(load)) for load in orders.background)
 
     def _end(self) -> None:
         """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in `layer_wait_ms`.
@@ -170,7 +211,7 @@ class WorkerHooks(KVConnectorBase_V1):
         self._failed.update(requests)
         for load in self._orders.loads:
             if load.request in requests:
-                self._failed_blocks.update(block for pair in load.pairs for block in pair.blocks)
+                self._failed_blocks |= _blocks(load)
 
     def _note(self, report: StepReport) -> None:
         if report.loads or report.saves or report.failed:
@@ -180,3 +221,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """End the threads and give the slab back."""
         super().shutdown()
         self._closing.close()
+
+
+def _blocks(load: LoadOrder) -> set[int]:
+    return {block for pair in load.pairs for block in pair.blocks}

@@ -1,0 +1,50 @@
+"""What the engine's forwards do, as far as the scheduler side asks: who runs, how long they take, what they wait for.
+
+Does not know keys, blocks' content or what is decided.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from layercast.control.rates import Rates
+from layercast.flow.orders import LoadOrder
+from layercast.plan.policy import Company
+
+
+class Forwards:
+    """The forward to come, and those under way. most_tokens: that one takes."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self.coming: dict[str, LoadOrder] = {}
+        """Loads that were said to have come, and are not known to have ended on every rank, by request."""
+        self._running: Collection[str] = ()
+        self._nbytes = self._tokens = 0
+        self._under_way: deque[tuple[float, int]] = deque()
+        self._last_end_s = 0.0
+
+    def company(self, request: str, alive: Collection[str]) -> Company:
+        """Who shares the coming forward with a request that is about to be admitted."""
+        running = sum(name in alive and name != request for name in self._running)
+        return Company(running, self._nbytes, self._tokens)
+
+    def admitted(self, nbytes: int, tokens: int) -> None:
+        """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""
+        self._nbytes += nbytes
+        self._tokens += tokens
+
+    def began(self, scheduled: Mapping[str, int], loads: bool) -> None:
+        """A step was ordered: tokens by request, and whether it waits for loads (then its time says nothing)."""
+        if scheduled:
+            self._running = scheduled.keys()
+        self._nbytes = self._tokens = 0
+        self._under_way.append((time.monotonic(), 0 if loads else sum(scheduled.values())))
+
+    def ended(self, rates: Rates) -> None:
+        """The oldest step under way has ended. It began no earlier than the one before it had ended."""
+        if not self._under_way:
+            return
+        start_s, tokens = self._under_way.popleft()
+        start_s, self._last_end_s = max(start_s, self._last_end_s), time.monotonic()
+        rates.computed(tokens, self._last_end_s - start_s)

@@ -1,0 +1,113 @@
+"""What differs between vLLM 0.26 and 0.33, each difference once.
+
+Where a version lacks something, the same is had in its older way here, or `registration.refuse` says at start that it
+is lacking. Does not know orders, slots or why something moves.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from vllm.config import SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import utils
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+TELLS_FAILED_REQUESTS = TransferResults is not None
+"""Whether a failed background load is reported by its request (0.30), or by its blocks, which one group alone has."""
+TELLS_TABLES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""Whether a step's output tells whole block tables; where not they are followed, as long as no block leaves them."""
+RESTORES_DEEPER_STATES = hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+NAMES_LAYOUTS = find_spec("vllm.v1.kv_cache_layout") is not None
+"""Whether a connector may ask for any order of layers and blocks by name (0.29)."""
+TAGS_EXTRAS = '("cache_salt"' in inspect.getsource(generate_block_hash_extra_keys)
+"""Whether a block's extra keys say what they are."""
+
+if find_spec("vllm.v1.metrics.cache_hit_source") is not None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HIT_SOURCE: object = CacheHitSource.HOST
+else:
+    HIT_SOURCE = None
+
+
+def layout_name(caches: KVCacheConfig) -> str:
+    """How vLLM calls the order in which caches lie."""
+    return str(caches.kv_cache_layout) if NAMES_LAYOUTS else str(utils.get_kv_cache_layout())
+
+
+def transferred_groups(caches: KVCacheConfig) -> int:
+    """Number of cache groups that vLLM lets a connector move."""
+    return len(getattr(caches, "transfer_group_ids", caches.kv_cache_groups))
+
+
+def drops_last_block(drafts: SpeculativeConfig | None) -> bool:
+    """Whether the last block of a hit is left out, as a draft's KV at its end depends on the token behind it."""
+    if drafts is None:
+        return False
+    return bool(drafts.use_eagle_block_drop() if hasattr(drafts, "use_eagle_block_drop") else drafts.use_eagle())
+
+
+def extra_keys(request: Request, start: int, end: int, medium: int) -> tuple[list[tuple[object, ...]], int]:
+    """(what else the tokens [start, end) depend on, tagged, the next medium); as vLLM finds it.
+
+    Older versions list it without tags, always in the order adapter, media, salt.
+    """
+    found, medium = generate_block_hash_extra_keys(request, start, end, medium)
+    keys: list[Any] = list(found or ())
+    if TAGS_EXTRAS:
+        return keys, medium
+    lora = [("lora", keys.pop(0))] if request.lora_request else []
+    salt = [("cache_salt", keys.pop())] if start == 0 and request.cache_salt else []
+    return [*lora, *(("mm", *key) for key in keys), *salt], medium
+
+
+def by_layer(caches: KVCacheConfig, tensor: torch.Tensor, backend: type[AttentionBackend]) -> dict[str, torch.Tensor]:
+    """Layer names to their views of the one tensor that 0.26 to 0.28 register for all layers."""
+    order = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    logical = tensor.permute(*(order.index(axis) for axis in range(len(order))))
+    return {name: logical[index] for index, part in enumerate(caches.kv_cache_tensors) for name in part.shared_by}
+
+
+class Tables:
+    """Block tables of the requests of a step."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._followed: dict[str, list[list[int]]] = {}
+
+    def step(self, output: SchedulerOutput) -> None:
+        """Take a step's changes in."""
+        if TELLS_TABLES:
+            self._state = output.kv_connector_block_state
+            return
+        for name in output.finished_req_ids:
+            self._followed.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            self._followed[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self._followed.pop(name, None)
+            table = self._followed.setdefault(name, [[] for _ in more or ()])
+            for ids, added in zip(table, more or (), strict=False):
+                ids.extend(added)
+
+    def of(self, name: str) -> Sequence[Sequence[int]]:
+        """A scheduled request's blocks, by group."""
+        found: Sequence[Sequence[int]] = self._state.get_block_ids(name) if TELLS_TABLES else self._followed[name]
+        return found
+
+    def snapshots(self, name: str) -> Iterable[tuple[int, int, int]]:
+        """(group, block, tokens) of the recurrent states that the step leaves at block boundaries."""
+        offers: Mapping[str, Iterable[tuple[int, int, int]]] = (
+            self._state.boundary_state_offloads if TELLS_TABLES else {}
+        )
+        return offers.get(name, ())

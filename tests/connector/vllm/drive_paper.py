@@ -1,0 +1,219 @@
+"""vLLM's schedulers over forwards on paper: loads that fail inside them, with steps in flight, preemptions and aborts.
+
+A token's KV is a digest of the KV before it and of the token; the next token is a digest of the last KV. So a byte that
+was never loaded shows in what is delivered. Usage: FOLDER SCHEDULES
+"""
+
+import random
+import sys
+from types import SimpleNamespace
+
+from lab import BLOCK, Engine, model, prompt, tell
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from layercast.connector.vllm.metadata import Reports
+from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
+
+PROMPTS, TOKENS, LIMIT = 6, 12, 3000
+BLOCKS, LENGTH, CHUNK = 19, 320, 64
+
+
+def digest(before, token):
+    return (before * 1_000_003 + token * 7919 + 12345) % (1 << 61)
+
+
+def token_after(value):
+    return 5 + value % 490
+
+
+def ids_of(number):
+    """Prompts that share prefixes of three lengths."""
+    return [*prompt(number % 2, 70 + 40 * (number % 3)), *prompt(100 + number, 20)]
+
+
+def answer_to(ids, tokens):
+    value, out = 0, []
+    for token in ids:
+        value = digest(value, token)
+    for _ in range(tokens):
+        out.append(token_after(value))
+        value = digest(value, out[-1])
+    return out
+
+
+class Forwards:
+    """A model runner. positions: whether it keeps requests' positions itself, as vLLM's second runner does."""
+
+    def __init__(self, draw, positions, faults):
+        self.draw, self.positions, self.faults = draw, positions, faults
+        self.kv, self.slots, self.requests, self.loads = {}, {}, {}, 0
+
+    def run(self, output):
+        """The step's tokens, and what the connector's workers report."""
+        self._take(output)
+        orders = output.kv_connector_metadata.orders
+        report, lost = ([], [], set()), set(output.kv_connector_metadata.lost_blocks)
+        for load in orders.loads if orders else ():
+            self._load(load, report, lost)
+        sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
+        for save in orders.saves if orders else ():
+            for pair in save.pairs:
+                for slot, block in zip(pair.slots, pair.blocks, strict=True):
+                    self.slots[slot] = [self.kv.get((block, at), 1) for at in range(BLOCK)]
+            report[1].append(SaveOutcome(save.id, save.request, True, 1, 4, 0))
+        told = StepReport(orders.step if orders else -1, tuple(report[2]), tuple(report[0]), tuple(report[1]))
+        meta = Reports(((0, told),)) if orders else None
+        return sampled, KVConnectorOutput(invalid_block_ids=lost, kv_connector_worker_meta=meta)
+
+    def _take(self, output):
+        if self.positions:
+            for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+                self.requests.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
+            blocks = list(new.block_ids[0])
+            self.requests[new.req_id] = SimpleNamespace(tokens=tokens, computed=new.num_computed_tokens, blocks=blocks)
+        cached = output.scheduled_cached_reqs
+        for name, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            request, added = self.requests[name], list(blocks[0]) if blocks else []
+            if name in cached.resumed_req_ids:
+                request.tokens, request.blocks = list(cached.all_token_ids[name]), added
+            else:
+                request.blocks += added
+            if not self.positions:
+                request.computed = computed
+
+    def _load(self, load, report, lost):
+        bad = self.draw.random() < self.faults
+        self.loads += 1
+        for pair in load.pairs:
+            for slot, block in zip(pair.slots, pair.blocks, strict=True):
+                for at in range(BLOCK):
+                    self.kv[block, at] = self.draw.randrange(1 << 60) if bad else self.slots[slot][at]
+                lost |= {block} if bad else set()
+        report[0].append(LoadOutcome(load.id, load.request, LoadEnd.LOST if bad else LoadEnd.LANDED, 1, 4, True, 0, 0))
+        if bad:
+            report[2].add(load.request)
+
+    def _compute(self, name, tokens):
+        request = self.requests[name]
+        for at in range(request.computed, request.computed + tokens):
+            before = self.kv[request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK] if at else 0
+            self.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, request.tokens[at])
+        request.computed += tokens
+        if request.computed < len(request.tokens):
+            return []
+        at = request.computed - 1
+        request.tokens.append(token_after(self.kv[request.blocks[at // BLOCK], at % BLOCK]))
+        return [request.tokens[-1]]
+
+
+class Paper:
+    """One scheduler with up to `depth` steps in flight, over forwards on paper."""
+
+    def __init__(self, engine, draw, kind, depth, positions, faults):
+        old, config = engine.scheduler, engine.core.vllm_config
+        config.scheduler_config.async_scheduling = depth > 1
+        self.scheduler = kind(
+            config, old.kv_cache_config, old.structured_output_manager, old.block_size, old.hash_block_size
+        )
+        self.scheduler.use_v2_model_runner = positions
+        self.connector = self.scheduler.connector
+        self.connector._meet({0: engine.hooks._handshake.facts})
+        self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults), depth, [], {}
+        self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
+
+    def add(self, name, ids):
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        self.scheduler.add_request(Request(name, ids, sampling, None, block_hasher=self.hasher))
+
+    def step(self):
+        output = self.scheduler.schedule()
+        self.flying.append((output, *self.forwards.run(output)))
+        self.preempted += len(output.preempted_req_ids or ())
+        while len(self.flying) >= self.depth:
+            self.settle()
+
+    def settle(self):
+        output, sampled, reported = self.flying.pop(0)
+        names = list(output.num_scheduled_tokens)
+        self.failed += bool(reported.invalid_block_ids)
+        made = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=reported,
+        )
+        for outputs in self.scheduler.update_from_output(output, made).values():
+            for out in outputs.outputs:
+                self.said.setdefault(out.request_id, []).extend(out.new_token_ids)
+
+
+def schedule(engine, number):
+    """One schedule: requests whose tokens differ from what they should be, and what is left."""
+    draw = random.Random(number)
+    depth = draw.choice([1, 2, 2])
+    paper = Paper(engine, draw, AsyncScheduler if depth > 1 else Scheduler, depth, draw.random() < 0.5, 0.4)
+    scheduler = paper.scheduler
+    to_come = [(f"{number}-{i}", draw.randrange(PROMPTS)) for i in range(draw.randrange(8, 24))]
+    asked, aborted, steps = dict(to_come), set(), 0
+    while (to_come or scheduler.has_unfinished_requests()) and steps < LIMIT:
+        steps += 1
+        if not scheduler.has_unfinished_requests() and draw.random() < 0.5:
+            scheduler.reset_prefix_cache()
+        if to_come and draw.random() < (0.5 if number % 2 else 0.1):
+            name, which = to_come.pop()
+            paper.add(name, ids_of(which))
+        if draw.random() < 0.03 and scheduler.requests:
+            victim = draw.choice(list(scheduler.requests))
+            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+            aborted.add(victim)
+        paper.step()
+    while paper.flying:
+        paper.settle()
+    while scheduler.has_requests() and steps < LIMIT:
+        steps += 1
+        paper.step()
+    said = {name: paper.said.get(name, []) for name in asked}
+    right = {name: answer_to(ids_of(which), TOKENS) for name, which in asked.items()}
+    side, holds = paper.connector.side, paper.connector._holds
+    return {
+        "number": number,
+        "depth": depth,
+        "wrong": [n for n, out in said.items() if out != (right[n][: len(out)] if n in aborted else right[n])],
+        "left": [side.idle, holds.held, len(paper.connector.tracked)],
+        "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "loads": paper.forwards.loads,
+        "failed": paper.failed,
+        "preempted": paper.preempted,
+    }
+
+
+def main(folder, count):
+    engine = Engine(
+        model(folder, "llama"),
+        num_gpu_blocks_override=BLOCKS,
+        max_model_len=LENGTH,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=True,
+    )
+    runs = [schedule(engine, number) for number in range(int(count))]
+    bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
+    facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
+    for what in ("loads", "failed", "preempted"):
+        facts[what] = sum(run[what] for run in runs)
+    facts["steps_in_flight"] = sorted({run["depth"] for run in runs})
+    tell(facts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
