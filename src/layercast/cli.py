@@ -14,7 +14,8 @@ import msgspec
 import typer
 
 from layercast import __version__
-from layercast.errors import BadSetting, LayercastError, Missing
+from layercast.bench.results import What
+from layercast.errors import BadSetting, LayercastError, Missing, Refused
 
 if TYPE_CHECKING:
     from layercast.doctor import Check
@@ -142,6 +143,44 @@ def demo(
     write_terminal(result, out, figures)
     figures.write_bytes(encoded(result))
     write_pictures(result, out)
+
+
+@app.command()
+def bench(
+    what: Annotated[What, typer.Argument(help="What to measure.")],
+    json: JsonFile = None,
+    out: Annotated[Path, typer.Option(help="Folder for the picture, and for the JSON without --json.")] = Path(
+        "bench-out"
+    ),
+    tokens: Annotated[int, typer.Option(min=256, help="layers, peer: tokens that move.")] = 8192,
+    block: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="CACHED+NEW", help="overlap, graph: tokens; may be given several times.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds counted, after one that warms up.")] = 15,
+    busy: Annotated[bool, typer.Option(help="overlap: also beside a busy Python thread.")] = True,
+) -> None:
+    """What copies, gates and overlap cost and reach on this machine's GPUs, beside other ways to do the same."""
+    from layercast.bench.command import LENGTHS, Options, lengths_of, run
+    from layercast.bench.report import encoded, write_picture, write_terminal
+
+    lengths = lengths_of(shape) if shape else LENGTHS
+    options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy)
+    figures = json or out / f"{what}.json"
+    _make_folder(out, "--out")
+    _make_folder(figures.parent, "--json")
+    report = run(
+        options,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        lambda report: figures.write_bytes(encoded(report)),
+    )
+    write_terminal(report)
+    try:
+        write_picture(report, out / f"{what}.png")
+    except Refused as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    if report.wrong:
+        raise typer.Exit(1)
 
 
 def _require_vllm() -> None:

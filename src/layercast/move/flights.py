@@ -3,6 +3,7 @@
 Knows nothing of copies, devices, gates or peers.
 """
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,6 +41,15 @@ def landed() -> HostFlight:
     """A flight that has landed."""
     flight = HostFlight()
     flight.land()
+    return flight
+
+
+def delayed(seconds: float) -> HostFlight:
+    """A flight that lands so many seconds from now: what waits for it starts then, and nothing spins meanwhile."""
+    flight = HostFlight()
+    timer = threading.Timer(seconds, flight.land)
+    timer.daemon = True
+    timer.start()
     return flight
 
 

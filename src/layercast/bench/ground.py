@@ -1,0 +1,238 @@
+"""The ground that copies are measured on: one device, a pool of blocks on it, a pinned slab, and what moves between.
+
+Slots and blocks are random permutations, so that nothing merges. Does not know what is measured.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from layercast.bench.results import SOON_S, Start
+from layercast.errors import Refused
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_costs import prefer_measured
+from layercast.move.cuda_driver import Driver
+from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
+from layercast.move.cuda_pin import Pinning
+from layercast.move.cuda_ways import Way, only
+from layercast.move.kernels.pieces import PieceKernel, compiled
+from layercast.plan.pieces import Pieces, Route, route_between
+from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
+from layercast.spec.planes import PlaneKind, plane_of_tensor
+from layercast.store.slab import Slab, slab_bytes
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's shape: Llama-3.1-8B in bf16 unless said otherwise. block: tokens in one."""
+
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+    hidden: int = 4096
+    inner: int = 14336
+    block: int = 16
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, K and V together."""
+        return 2 * self.block * self.kv_heads * self.width * 2
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: its driver, the copy kernel, a stream that computes and one that copies."""
+
+    number: int
+    driver: Driver
+    kernel: PieceKernel | None
+    compute: torch.cuda.Stream
+    copying: torch.cuda.Stream
+
+    @classmethod
+    def of(cls, number: int = 0) -> "Device":
+        """Raises Refused where there is no such device, or no driver."""
+        if number >= torch.cuda.device_count():
+            raise Refused(f"this needs {number + 1} CUDA devices and there are {torch.cuda.device_count()}")
+        torch.cuda.set_device(number)
+        torch.zeros(1, device="cuda")
+        try:
+            kernel = compiled(number)
+        except Refused:
+            kernel = None
+        return cls(number, Driver(number), kernel, torch.cuda.Stream(), torch.cuda.Stream(priority=-1))
+
+    @cached_property
+    def plain(self) -> Issue:
+        """The issuing loop in Python."""
+        return plain_issue(self.driver.calls, self.driver.batch_attributes)
+
+    @cached_property
+    def compiled(self) -> Issue | None:
+        """The compiled issuing loop; None without numba."""
+        try:
+            return compiled_issue(self.driver.calls, self.driver.batch_attributes)
+        except ImportError:
+            return None
+
+    def mover(self, way: Way | None = None, *, plain: bool = False, peers: "Sequence[Device]" = ()) -> CudaMover:
+        """A mover that takes one way, or (None) chooses as an engine's would. peers: devices that it may write."""
+        for peer in peers:
+            self.driver.reach(peer.number)
+        mover = CudaMover(self.driver, self.kernel, self.plain if plain else self.compiled)
+        if way is None:
+            prefer_measured(mover, kernel=self.kernel is not None, peers=[peer.driver for peer in peers])
+        else:
+            mover.prefer(only(way))
+        return mover
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways that copies can go here."""
+        return tuple(Way) if self.kernel else (Way.ENGINE,)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Pools on the device, a slab in pinned memory, and which of its slots goes to which block."""
+
+    device: Device
+    shape: Shape
+    blocks: int
+    pools: Sequence[torch.Tensor]
+    slab: Slab
+    pinning: Pinning
+    ids: Ints
+    slots: Ints
+    loading: Route
+    saving: Route
+    pin_times: dict[str, float]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers of all blocks that move."""
+        return self.shape.layers * self.blocks * self.shape.block_bytes
+
+    @cached_property
+    def host(self) -> npt.NDArray[np.int32]:
+        """The slab's memory as int32, in an array that does not keep the slab open."""
+        return np.ctypeslib.as_array((ctypes.c_int32 * (len(self.slab.owner) // 4)).from_address(self.base))
+
+    @cached_property
+    def base(self) -> int:
+        """The slab's address."""
+        return self.slab.layout.groups[0].planes_of(0)[0].base
+
+    def lists(self, *, up: bool, tokens: int | None = None, halves: bool = False) -> list[Pieces]:
+        """Plan a step: its pieces, layer by layer. tokens: the first so many; None = all.
+
+        halves: K and V of a block as two pieces each that lie apart.
+        """
+        count = self.blocks if tokens is None else max(1, tokens // self.shape.block)
+        ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
+        plan = self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots)
+        lists = [plan.layer(layer) for layer in range(self.shape.layers)]
+        return [_halves(pieces) for pieces in lists] if halves else lists
+
+    def wanted(self, layer: int) -> npt.NDArray[np.int32]:
+        """What the slots hold of one layer, int32 [blocks, words], in the order of `ids`."""
+        words = self.shape.block_bytes // 4
+        first = (self.slab.layout.groups[0].planes_of(layer)[0].base - self.base) // 4
+        return self.host[first : first + self.blocks * words].reshape(self.blocks, words)[self.slots]
+
+    def arrived(self) -> bool:
+        """Whether every block of the first, a middle and the last layer is what its slot holds, bit for bit."""
+        ids = torch.from_numpy(self.ids).to(self.pools[0].device)
+        return all(
+            np.array_equal(self.pools[n].view(torch.int32)[ids].cpu().numpy(), self.wanted(n))
+            for n in (0, self.shape.layers // 2, self.shape.layers - 1)
+        )
+
+    def contiguous(self, *, up: bool) -> Start:
+        """The limit: one long copy a layer, from or to pinned memory."""
+        step, stream = self.blocks * self.shape.block_bytes, self.device.copying
+        copies = []
+        for n, pool in enumerate(self.pools):
+            host = self.base + n * step
+            inside = [at - host for at in self.pinning.cuts if host < at < host + step]
+            for first, last in pairwise([0, *inside, step]):
+                ends = (pool.data_ptr() + first, host + first)
+                copies.append((*(ends if up else ends[::-1]), last - first))
+        copy, check = self.device.driver.calls.copy, self.device.driver.check
+
+        def start() -> Callable[[], None]:
+            for to, from_, nbytes in copies:
+                check("a contiguous copy", copy(to, from_, nbytes, stream.cuda_stream))
+            return stream.synchronize  # type: ignore[no-any-return]
+
+        return start
+
+
+@contextmanager
+def ground(device: Device, shape: Shape, tokens: int) -> Iterator[Ground]:
+    """Pools and a pinned slab for so many tokens, given back at the end. Raises Refused where pinning is refused."""
+    torch.cuda.set_device(device.number)
+    blocks = tokens // shape.block
+    size = (blocks + blocks // 4, shape.block_bytes // 2)
+    pools = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(shape.layers)]
+    engine, began = engine_layout(shape, pools), time.perf_counter()
+    slab = Slab.create(engine, slab_bytes(engine, (blocks,)))
+    faulted = time.perf_counter()
+    base = slab.layout.groups[0].planes_of(0)[0].base
+    pinning = Pinning(device.driver, base, len(slab.owner))
+    try:
+        pinning.wait(SOON_S)
+        if pinning.refusal:
+            raise Refused(pinning.refusal)
+        times = {"bytes": len(slab.owner), "fault s": faulted - began, "pin s": time.perf_counter() - faulted}
+        choose = np.random.default_rng(0)
+        ids, slots = choose.permutation(size[0])[:blocks], choose.permutation(blocks)
+        ours, theirs = slab.layout.groups[0], engine.groups[0]
+        routes = (route_between(ours, theirs), route_between(theirs, ours))
+        made = Ground(device, shape, blocks, pools, slab, pinning, ids, slots, *routes, times)
+        made.host[:] = choose.integers(-(2**31), 2**31, len(made.host), np.int32)
+        yield made
+    finally:
+        torch.cuda.synchronize()
+        pinning.close(SOON_S)
+        slab.close()
+        pools.clear()
+        torch.cuda.empty_cache()
+
+
+def engine_layout(shape: Shape, pools: Sequence[torch.Tensor]) -> Layout:
+    """The pools as an engine would register them: a tensor a layer, K and V of a block together."""
+    planes = [
+        plane_of_tensor(
+            f"layers.{n}",
+            n,
+            PlaneKind.KV,
+            "bfloat16",
+            pool.data_ptr(),
+            tuple(pool.shape),
+            tuple(pool.stride()),
+            ("block", "content"),
+        )
+        for n, pool in enumerate(pools)
+    ]
+    return layout_of([GroupSpec("full", GroupKind.FULL, shape.block, tuple(range(shape.layers)))], planes)
+
+
+def _halves(pieces: Pieces) -> Pieces:
+    """Every piece as two of half the length, which swap places on the device so that they can't merge there."""
+    length = np.repeat(pieces.length // 2, 2)
+    second = np.tile([0, 1], len(pieces)) * length
+    source, target = np.repeat(pieces.source, 2) + second, np.repeat(pieces.target, 2) + (length - second)
+    one = np.ones_like(length)
+    return Pieces(source, target, length, one, one * 0, one * 0)

@@ -1,0 +1,177 @@
+"""`layercast bench layers`: blocks between scattered places, on a quiet device and beside matrix products."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from layercast.bench.ground import Device, Ground, Shape, ground
+from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
+from layercast.bench.rivals import rivals
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_ways import Way
+from layercast.plan.pieces import Pieces
+
+PRODUCTS = 500
+"""Matrix products in a row: 180 ms of an H100."""
+TIMES = 3
+"""Times that all blocks move beside them."""
+DIRECTIONS = {"host to device": True, "device to host": False}
+
+
+def layers(device: Device, shape: Shape, tokens: int, repeats: int) -> Iterator[Table]:
+    """A table a direction on a quiet device, then one a direction beside products."""
+    with ground(device, shape, tokens) as here:
+        movers: dict[str, CudaMover] = {"layercast": device.mover()}
+        movers |= {f"layercast, {way} alone": device.mover(way) for way in device.ways if way is not Way.ENGINE}
+        loop = device.mover(plain=True)
+        others, absent = rivals(here)
+        checks = {name: bit_equal(here, mover) for name, mover in movers.items()}
+        for name, up in DIRECTIONS.items():
+            ways = {"contiguous": here.contiguous(up=up)}
+            lists, halves = here.lists(up=up), here.lists(up=up, halves=True)
+            ways |= {name: whole(mover, lists) for name, mover in movers.items()}
+            ways["layercast, Python loop"] = whole(loop, lists)
+            ways["layercast, a submit a layer"] = one_by_one(movers["layercast"], lists)
+            ways |= {f"{name}, K and V apart": whole(mover, halves) for name, mover in movers.items()}
+            ways |= {rival: start.start(up=up) for rival, start in others.items()}
+            title = f"{name}, {tokens} tokens in blocks of {shape.block}"
+            yield quiet(here, title, ways, repeats, checks, absent)
+        for name, up in DIRECTIONS.items():
+            lists, halves = here.lists(up=up), here.lists(up=up, halves=True)
+            ways = {"contiguous": here.contiguous(up=up)}
+            ways |= {name: whole(mover, lists) for name, mover in movers.items()}
+            ways["layercast, K and V apart"] = whole(movers["layercast"], halves)
+            ways |= {rival: start.start(up=up) for rival, start in others.items() if rival != "one copy a block"}
+            title = f"{name} beside matrix products, {tokens} tokens in blocks of {shape.block}"
+            yield beside(here, title, ways, repeats, absent)
+        for mover in (*movers.values(), loop):
+            mover.close(SOON_S)
+
+
+def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
+    """All layers in one order."""
+
+    def start() -> Callable[[], None]:
+        flight = mover.submit_all(lists)[-1]
+        return lambda: flight.wait(SOON_S)
+
+    return start
+
+
+def one_by_one(mover: CudaMover, lists: list[Pieces]) -> Start:
+    """An order a layer."""
+
+    def start() -> Callable[[], None]:
+        flight = [mover.submit(pieces) for pieces in lists][-1]
+        return lambda: flight.wait(SOON_S)
+
+    return start
+
+
+def bit_equal(here: Ground, mover: CudaMover) -> bool:
+    """Whether a load and a save bring every bit."""
+    for pool in here.pools:
+        pool.zero_()
+    torch.cuda.synchronize()
+    mover.submit_all(here.lists(up=True))[-1].wait(SOON_S)
+    if not here.arrived():
+        return False
+    kept = here.host.copy()
+    here.host[:] = 0
+    mover.submit_all(here.lists(up=False))[-1].wait(SOON_S)
+    same = bool(np.array_equal(kept, here.host))
+    here.host[:] = kept
+    return same
+
+
+def quiet(
+    here: Ground,
+    title: str,
+    ways: dict[str, Start],
+    repeats: int,
+    checks: dict[str, bool],
+    absent: dict[str, str],
+) -> Table:
+    """How fast each way is with the device to itself, and what it costs the thread that calls."""
+    synchronize = torch.cuda.synchronize
+    took = in_turn({name: lambda s=start: timed(s, synchronize) for name, start in ways.items()}, repeats)  # type: ignore[misc]
+    limit = median([ms for _, ms in took["contiguous"]])
+    rows = {}
+    for name, runs in took.items():
+        ms = median([ms for _, ms in runs])
+        rows[name] = {
+            "GB/s": here.nbytes / ms / 1e6,
+            "of contiguous": limit / ms,
+            "host us a layer": median([host for host, _ in runs]) * 1e3 / here.shape.layers,
+            **spread("ms", [ms for _, ms in runs]),
+        }
+    return Table(title=title, rows=rows, bar="GB/s", best="contiguous", checks=checks, absent=absent)
+
+
+def beside(here: Ground, title: str, ways: dict[str, Start], repeats: int, absent: dict[str, str]) -> Table:
+    """How fast each way is beside matrix products that fill the device, and by how much it slows those down."""
+    a = torch.randn(2048, here.shape.hidden, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(here.shape.hidden, here.shape.inner, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(2048, here.shape.inner, device="cuda", dtype=torch.bfloat16)
+
+    def round_of(start: Start | None) -> tuple[float, float]:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(here.device.compute):
+            for _ in range(5):
+                torch.mm(a, w, out=out)
+            first.record()
+        copies = _Side(start, here.device.number)
+        with torch.cuda.stream(here.device.compute):
+            for _ in range(PRODUCTS):
+                torch.mm(a, w, out=out)
+            last.record()
+        copied_ms = copies.wait()
+        torch.cuda.synchronize()
+        return first.elapsed_time(last), copied_ms
+
+    starts: dict[str, Start | None] = {"products alone": None, **ways}
+    took = in_turn({name: lambda s=start: round_of(s) for name, start in starts.items()}, repeats)  # type: ignore[misc]
+    alone = median([ms for ms, _ in took["products alone"]])
+    limit = median([copied for _, copied in took["contiguous"]])
+    rows = {}
+    for name, runs in took.items():
+        ms, copied = median([ms for ms, _ in runs]), median([copied for _, copied in runs])
+        rows[name] = {"products ms": ms}
+        if copied:
+            rows[name] = {
+                "GB/s": TIMES * here.nbytes / copied / 1e6,
+                "of contiguous": limit / copied,
+                # Of the time that they shared: copies may end before the products do, or after.
+                "products slower %": (ms - alone) / min(copied, ms) * 100,
+                "copies ms": copied,
+                **rows[name],
+            }
+    note = "Copies ran a few times in a row; the slow-down is that of the time in which both ran."
+    return Table(title=title, rows=rows, bar="GB/s", best="contiguous", absent=absent, note=note)
+
+
+class _Side:
+    """Copies on a thread of their own, so that they do not hold up who launches products."""
+
+    def __init__(self, start: Start | None, device: int) -> None:
+        self._ms = 0.0
+        self._thread = threading.Thread(target=self._run, args=(start, device)) if start is not None else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def wait(self) -> float:
+        """ms that they took; 0 = there were none."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._ms
+
+    def _run(self, start: Start, device: int) -> None:
+        torch.cuda.set_device(device)
+        began = time.perf_counter()
+        for finish in [start() for _ in range(TIMES)]:
+            finish()
+        self._ms = (time.perf_counter() - began) * 1e3

@@ -1,0 +1,211 @@
+"""`layercast bench overlap`: time to the first token of a prefill whose cached prefix comes from pinned memory."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from layercast.bench.ground import Device, Ground, Shape, ground
+from layercast.bench.model import Forward, Hook, Weights
+from layercast.bench.results import SOON_S, Table, in_turn, median, spread, timed
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_gates import CudaGate
+from layercast.move.cuda_ways import Way
+
+LONG = 100_000
+"""Cached tokens from which a round takes seconds, so that few must do."""
+FEW = 3
+
+
+def overlap(
+    device: Device, shape: Shape, lengths: Sequence[tuple[int, int]], repeats: int, *, busy: bool
+) -> Iterator[Table]:
+    """A table for each (cached, new) tokens; busy: then one beside a Python thread that never sleeps."""
+    weights = Weights(shape)
+    for cached, new in lengths:
+        with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
+            yield first_tokens(run, FEW if cached > LONG else repeats)
+    if busy:
+        cached, new = lengths[0]
+        with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
+            yield beside_python(run, min(repeats, 5))
+
+
+class Run:
+    """What one length is measured with: movers, the gate of a forward with hooks, and the forward."""
+
+    def __init__(self, here: Ground, forward: Forward) -> None:
+        device = here.device
+        self.here, self.forward = here, forward
+        self.auto, self.plain = device.mover(), device.mover(plain=True)
+        self.staged = device.mover(Way.STAGED) if device.kernel else None
+        self.gate = CudaGate(device.driver)
+        self.progress = torch.zeros(here.shape.layers, dtype=torch.int32, device="cuda")
+        self.contiguous = here.contiguous(up=True)
+
+    @classmethod
+    @contextmanager
+    def of(cls, here: Ground, forward: Forward) -> "Iterator[Run]":
+        """One whose movers are closed at the end."""
+        run = cls(here, forward)
+        try:
+            yield run
+        finally:
+            for mover in filter(None, (run.auto, run.plain, run.staged)):
+                mover.close(SOON_S)
+
+    def ms(self, body: Callable[[], object]) -> float:
+        """ms of the body on a quiet device, until the computing stream has done what it queued."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.cuda.stream(self.here.device.compute):
+            body()
+        self.here.device.compute.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    def contiguous_ms(self) -> float:
+        """The load alone, at the link's limit."""
+        return timed(self.contiguous, torch.cuda.synchronize)[1]
+
+    def bulk(self) -> None:
+        """All layers first, then the forward."""
+        self.auto.submit_all(self.here.lists(up=True))[-1].wait(SOON_S)
+        self.forward()
+
+    def layerwise(self, mover: CudaMover, written: Hook | None = None) -> None:
+        """Plan, order all layers, and go: each layer waits for its own."""
+        mark = mover.mark()
+        lists = self.here.lists(up=True)
+        self.gate.arm(dict.fromkeys(range(len(lists)), 1))
+        for layer, flight in enumerate(mover.submit_all(lists, after=[[mark]] * len(lists))):
+            self.gate.open(layer, flight)
+        self.forward(lambda layer: self.gate.wait(layer, SOON_S), written)
+
+    def by_models_thread(self) -> None:
+        """The same batched copies, issued by the model's own thread before its first kernel."""
+        device = self.here.device
+        stream, driver = device.copying, device.driver
+        done = [torch.cuda.Event() for _ in range(self.here.shape.layers)]
+        for layer, pieces in enumerate(self.here.lists(up=True)):
+            to, from_, nbytes = (np.ascontiguousarray(c) for c in (pieces.target, pieces.source, pieces.length))
+            at = (to.ctypes.data, from_.ctypes.data, nbytes.ctypes.data)
+            code = driver.calls.copy_batch(*at, len(to), *driver.batch_attributes, 1, stream.cuda_stream)
+            driver.check("a batch of copies", code)
+            done[layer].record(stream)
+        self.forward(lambda layer: device.compute.wait_event(done[layer]))
+
+    def saving(self, *, order_a_layer: bool) -> float:
+        """Layerwise, and what is new goes out behind each layer; ms until the forward is done."""
+        out, saves = self.here.lists(up=False, tokens=self.forward.new), []
+        stream, driver = self.here.device.compute.cuda_stream, self.here.device.driver
+        at = [self.progress.data_ptr() + 4 * layer for layer in range(len(out))]
+        self.progress.zero_()
+
+        def body() -> None:
+            if order_a_layer:
+                self.layerwise(self.auto, lambda n: saves.append(self.auto.submit(out[n], after=[self.auto.mark()])))
+            else:
+                saves.extend(self.auto.submit_all(out, behind=at))
+                self.layerwise(self.auto, lambda n: driver.stream_writes_value(stream, at[n], 1))
+
+        took = self.ms(body)
+        for flight in saves:
+            flight.wait(SOON_S)
+        return took
+
+    def reads_right(self, mover: CudaMover) -> bool:
+        """Whether a layerwise forward over zeroed blocks reads what the slots hold."""
+        for pool in self.here.pools:
+            pool.zero_()
+        self.ms(lambda: self.layerwise(mover))
+        return self.forward.read_right()
+
+
+def first_tokens(run: Run, repeats: int) -> Table:
+    """Compute and load alone, bulk, layerwise in several ways, with saves and without."""
+    movers = {"layerwise": run.auto, "layerwise, Python loop": run.plain}
+    if run.staged is not None:
+        movers["layerwise, staged alone"] = run.staged
+    ways: dict[str, Callable[[], float]] = {
+        "compute alone": lambda: run.ms(run.forward),
+        "contiguous load alone": run.contiguous_ms,
+        "bulk": lambda: run.ms(run.bulk),
+    }
+    ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in movers.items()}  # type: ignore[misc]
+    if run.here.device.driver.batches:
+        ways["layerwise, issued by the model's thread"] = lambda: run.ms(run.by_models_thread)
+    ways["layerwise, saving too"] = lambda: run.saving(order_a_layer=False)
+    ways["layerwise, saving too, an order a layer"] = lambda: run.saving(order_a_layer=True)
+    rows = {name: spread("ms", took) for name, took in in_turn(ways, repeats).items()}
+    best = max(("compute alone", "contiguous load alone"), key=lambda name: rows[name]["ms"])
+    for row in rows.values():
+        row["of floor"] = row["ms"] / rows[best]["ms"]
+    for name in ("layerwise, saving too", "layerwise, saving too, an order a layer"):
+        rows[name]["of the same without saving"] = rows[name]["ms"] / rows["layerwise"]["ms"]
+    here = run.here
+    return Table(
+        title=f"Time to the first token, {here.blocks * here.shape.block}+{run.forward.new} tokens",
+        rows=rows,
+        bar="ms",
+        best=best,
+        checks={f"{name}: every block read as saved": run.reads_right(mover) for name, mover in movers.items()},
+        note="Floor: the longer of compute alone and a contiguous load alone. Planning is counted.",
+    )
+
+
+def beside_python(run: Run, repeats: int) -> Table:
+    """With and without a Python thread that never sleeps, the interpreter lock being all they share."""
+    movers = {"compiled loop": run.auto, "Python loop": run.plain}
+    ways: dict[str, Callable[[], float]] = {"compute alone": lambda: run.ms(run.forward)}
+    for name, mover in movers.items():
+        ways[f"layerwise, {name}"] = lambda m=mover: run.ms(lambda: run.layerwise(m))  # type: ignore[misc]
+        ways[f"issue to landed, {name}"] = lambda m=mover: _issue_to_landed(run, m)  # type: ignore[misc]
+    quiet = in_turn(ways, repeats)
+    with _spinning():
+        loud = in_turn(ways, repeats)
+    rows = {}
+    for name in ways:
+        rows[name] = {"ms": median(quiet[name]), "ms, busy": median(loud[name])}
+        rows[name]["busy of quiet"] = rows[name]["ms, busy"] / rows[name]["ms"]
+        if name.startswith("layerwise"):
+            rows[name]["of compute, both busy"] = rows[name]["ms, busy"] / median(loud["compute alone"])
+    return Table(title="Beside a busy Python thread", rows=rows, bar="ms, busy", best="compute alone")
+
+
+def _issue_to_landed(run: Run, mover: CudaMover) -> float:
+    """ms from an event before the order to one behind the last copy, as the device sees it."""
+    lists, stream = run.here.lists(up=True), run.here.device.copying
+    torch.cuda.synchronize()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run.gate.arm({0: 1})
+    first.record(stream)
+    flight = mover.submit_all(lists)[-1]
+    run.gate.open(0, flight)
+    with torch.cuda.stream(stream):
+        run.gate.wait(0, SOON_S)
+    last.record(stream)
+    flight.wait(SOON_S)
+    last.synchronize()
+    return float(first.elapsed_time(last))
+
+
+@contextmanager
+def _spinning() -> Iterator[None]:
+    """A thread that counts for as long as the block runs."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,158 @@
+"""`layercast bench peer`: blocks from one GPU's memory into another's, and all GPUs loading at once."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground
+from layercast.bench.layers import whole
+from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
+from layercast.move.cuda import CudaMover
+from layercast.move.cuda_ways import Way
+from layercast.move.flights import HostFlight, delayed
+from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
+from layercast.plan.pieces import Pieces, route_between
+
+PROGRAMS = (16, 32, 64, 96, 132)
+"""Numbers of the kernel's programs to compare with the number that the mover takes."""
+STAGGERS_US = (0, 200, 1000, 5000)
+
+
+def peer(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) -> Iterator[Table]:
+    """A table for each device that the first one writes, then one of all devices loading from the host at once."""
+    for other in devices[1:]:
+        yield pushed(devices[0], other, shape, tokens, repeats)
+    yield at_once(devices, shape, tokens, repeats)
+
+
+def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: int) -> Table:
+    """Scattered blocks of one device into scattered blocks of the other."""
+    blocks, choose = tokens // shape.block, np.random.default_rng(0)
+    size = (blocks + blocks // 4, shape.block_bytes // 2)
+    sources = [
+        torch.randint(0, 100, size, device=f"cuda:{device.number}").to(torch.bfloat16) for _ in range(shape.layers)
+    ]
+    targets = [torch.zeros(size, dtype=torch.bfloat16, device=f"cuda:{other.number}") for _ in range(shape.layers)]
+    from_, to = choose.permutation(size[0])[:blocks], choose.permutation(size[0])[:blocks]
+    groups = [engine_layout(shape, pools).groups[0] for pools in (sources, targets)]
+    plan = route_between(groups[0], groups[1]).plan(from_.tolist(), to.tolist())
+    lists = [plan.layer(layer) for layer in range(shape.layers)]
+    movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
+    torch.cuda.set_device(device.number)
+    ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}
+    ways |= {name: whole(mover, lists) for name, mover in movers.items()}
+    if device.kernel is not None:
+        ways |= {f"kernel, {programs} programs": _kernel(device, lists, programs) for programs in PROGRAMS}
+    took = in_turn({name: lambda s=start: timed(s, torch.cuda.synchronize) for name, start in ways.items()}, repeats)  # type: ignore[misc]
+    rows = {}
+    for name, runs in took.items():
+        ms = median([ms for _, ms in runs])
+        rows[name] = {
+            "GB/s": shape.layers * blocks * shape.block_bytes / ms / 1e6,
+            "host us a layer": median([host for host, _ in runs]) * 1e3 / shape.layers,
+            **spread("ms", [ms for _, ms in runs]),
+        }
+    best = max((name for name in rows if name.startswith("kernel")), key=lambda n: rows[n]["GB/s"], default="layercast")
+    for row in rows.values():
+        row["of best kernel"] = row["GB/s"] / rows[best]["GB/s"]
+    checks = {
+        f"{name}: bit equal": _bit_equal(mover, lists, (sources, from_), (targets, to))
+        for name, mover in movers.items()
+    }
+    for mover in movers.values():
+        mover.close(SOON_S)
+    title = f"device {device.number} to device {other.number}, {tokens} tokens in blocks of {shape.block}"
+    return Table(title=title, rows=rows, bar="GB/s", best=best, checks=checks)
+
+
+def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) -> Table:
+    """Every device loads its blocks from its own slab: one alone, then all, each so much later than the one before."""
+    with ExitStack() as stack:
+        grounds = [stack.enter_context(ground(device, shape, tokens)) for device in devices]
+        movers = [device.mover() for device in devices]
+        lists = [here.lists(up=True) for here in grounds]
+
+        def load(count: int, stagger_us: float) -> list[float]:
+            """ms from the order, or from its delayed start, to the landing, for each of the first devices; then all."""
+            for device in devices:
+                torch.cuda.synchronize(device.number)
+            landed, began, flights = [0.0] * count, time.perf_counter(), []
+            for rank in range(count):
+                late: Sequence[HostFlight] = [delayed(rank * stagger_us / 1e6)] if rank and stagger_us else ()
+                flights.append(movers[rank].submit_all(lists[rank], after=[late] * shape.layers)[-1])
+                flights[rank].then(lambda _, rank=rank: landed.__setitem__(rank, time.perf_counter()))  # type: ignore[misc]
+            for flight in flights:
+                flight.wait(SOON_S)
+            each = [(at - began) * 1e3 - rank * stagger_us / 1e3 for rank, at in enumerate(landed)]
+            return [*each, (max(landed) - began) * 1e3]
+
+        ways: dict[str, Callable[[], list[float]]] = {"one alone": lambda: load(1, 0)}
+        for stagger_us in STAGGERS_US:
+            name = f"all {len(devices)}" + (f", each {stagger_us} us later" if stagger_us else "")
+            ways[name] = lambda us=stagger_us: load(len(devices), us)  # type: ignore[misc]
+        took = in_turn(ways, repeats)
+        for device in devices:
+            torch.cuda.synchronize(device.number)
+        checks = {f"device {here.device.number}: every block as saved": here.arrived() for here in grounds}
+        for mover in movers:
+            mover.close(SOON_S)
+        rows = {
+            name: {
+                "GB/s a device": grounds[0].nbytes / median([max(run[:-1]) for run in runs]) / 1e6,
+                "GB/s in all": (len(runs[0]) - 1) * grounds[0].nbytes / median([run[-1] for run in runs]) / 1e6,
+                **spread("ms until all landed", [run[-1] for run in runs]),
+            }
+            for name, runs in took.items()
+        }
+    title = f"{len(devices)} devices load {tokens} tokens each (h2d_stagger_us)"
+    return Table(title=title, rows=rows, bar="GB/s in all", checks=checks, note="GB/s a device: of the slowest.")
+
+
+def _contiguous(device: Device, sources: list[torch.Tensor], targets: list[torch.Tensor], blocks: int) -> Start:
+    def start() -> Callable[[], None]:
+        with torch.cuda.stream(device.copying):
+            for source, target in zip(sources, targets, strict=True):
+                target[:blocks].copy_(source[:blocks], non_blocking=True)
+        return device.copying.synchronize  # type: ignore[no-any-return]
+
+    return start
+
+
+def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
+    """The kernel itself, with tables that are on the device already, launched by torch's thread."""
+    from layercast.move.kernels.pieces_triton import copy_pieces
+
+    tables = [torch.from_numpy(table_of(p.source, p.target, p.length)).to(device.copying.device) for p in lists]
+    chunks = -(-int(lists[0].length.max()) // (8 * BLOCK))
+
+    def start() -> Callable[[], None]:
+        with torch.cuda.stream(device.copying):
+            for table, pieces in zip(tables, lists, strict=True):
+                copy_pieces[(programs,)](*table, len(pieces), chunks, BLOCK=BLOCK, num_warps=WARPS)
+        return device.copying.synchronize  # type: ignore[no-any-return]
+
+    return start
+
+
+def _bit_equal(
+    mover: CudaMover,
+    lists: list[Pieces],
+    source: tuple[list[torch.Tensor], Ints],
+    target: tuple[list[torch.Tensor], Ints],
+) -> bool:
+    """Whether torch, gathering on each side by itself, finds the same in both."""
+    for pool in target[0]:
+        pool.zero_()
+        torch.cuda.synchronize(pool.device)
+    mover.submit_all(lists)[-1].wait(SOON_S)
+    (sources, from_), (targets, to) = source, target
+    return all(
+        torch.equal(
+            theirs.view(torch.int16)[torch.from_numpy(to).to(theirs.device)].cpu(),
+            ours.view(torch.int16)[torch.from_numpy(from_).to(ours.device)].cpu(),
+        )
+        for ours, theirs in zip(sources, targets, strict=True)
+    )

@@ -1,0 +1,90 @@
+"""What a measurement found, as plain values: tables of figures, each way of doing it a row. Knows no device."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Start = Callable[[], Callable[[], None]]
+"""Starts something; what it returns waits for the end of it."""
+SOON_S = 60.0
+
+
+class What(StrEnum):
+    """The measurements."""
+
+    LAYERS = "layers"
+    OVERLAP = "overlap"
+    GRAPH = "graph"
+    PEER = "peer"
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison, all of it measured in one run, the ways in turn.
+
+    rows: for each way its figures by heading, units in the heading. bar: the heading that the picture shows; best:
+    the way that is the limit. checks: what was compared bit for bit. absent: rivals that could not run, and why.
+    """
+
+    title: str
+    rows: Mapping[str, Mapping[str, float]]
+    bar: str
+    best: str = ""
+    checks: Mapping[str, bool] = {}
+    absent: Mapping[str, str] = {}
+    note: str = ""
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """All headings, in the order in which they first appear."""
+        return tuple(dict.fromkeys(heading for row in self.rows.values() for heading in row))
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `layercast bench` prints and writes. took_s: the measuring itself."""
+
+    command: str
+    card: str
+    versions: Mapping[str, str]
+    tables: tuple[Table, ...]
+    took_s: float
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The checks that failed."""
+        return tuple(f"{table.title}: {name}" for table in self.tables for name, ok in table.checks.items() if not ok)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one, as a float."""
+    return float(statistics.median(values))
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most under headings that begin with `name`, and how many there were."""
+    return {name: median(values), "least": min(values), "most": max(values), "runs": float(len(values))}
+
+
+def in_turn(ways: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """What every way returned in `repeats` rounds, one way after the other in each, after a round that warms up."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for nth in range(repeats + 1):
+        for name, run in ways.items():
+            value = run()
+            if nth:
+                found[name].append(value)
+    return found
+
+
+def timed(start: Start, synchronize: Callable[[], None]) -> tuple[float, float]:
+    """(ms on the calling thread, ms until the end) of one run from a quiet device on."""
+    synchronize()
+    began = time.perf_counter()
+    finish = start()
+    called = time.perf_counter()
+    finish()
+    return (called - began) * 1e3, (time.perf_counter() - began) * 1e3

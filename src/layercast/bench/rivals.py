@@ -1,0 +1,258 @@
+"""Other ways to move the same blocks, for the same run: what the driver offers, and kernels of other packages.
+
+Packages are optional: one that is not installed, or does not work here, is named with the reason, never left out.
+Each gets memory laid out as it wants it. Does not know how long anything takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from layercast.bench.ground import Ground, Ints
+from layercast.bench.results import Start
+
+CHUNK = 256
+"""Tokens of one of LMCache's memory objects."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """up, down: start all layers' copies. verify: whether a round trip brings every block of a layer back."""
+
+    up: Start
+    down: Start
+    verify: Callable[[], bool] | None = None
+
+    def start(self, *, up: bool) -> Start:
+        """The one of that direction."""
+        return self.up if up else self.down
+
+
+def rivals(ground: Ground) -> tuple[dict[str, Rival], dict[str, str]]:
+    """(rivals that work here, those that do not and why)."""
+    makers: Mapping[str, Callable[[Ground], dict[str, Rival]]] = {
+        "one copy a block": one_a_block,
+        "index_copy_": index_copy,
+        "vLLM swap_blocks_batch": vllm_swap,
+        "sgl-kernel transfer_kv": sgl_kernels,
+        "LMCache layerwise": lmcache_layers,
+    }
+    found: dict[str, Rival] = {}
+    absent: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            made = make(ground)
+            wrong = [each for each, rival in made.items() if rival.verify is not None and not rival.verify()]
+        except ModuleNotFoundError as error:
+            absent[name] = f"not installed ({error.name})"
+        except (ImportError, AttributeError, OSError, RuntimeError, TypeError, AssertionError, ValueError) as error:
+            absent[name] = f"does not work here ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        else:
+            found |= {each: rival for each, rival in made.items() if each not in wrong}
+            absent |= dict.fromkeys(wrong, "did not bring the blocks back")
+    return found, absent
+
+
+def on_copying(ground: Ground, run: Callable[[], object]) -> Start:
+    """`run` with the copying stream as torch's current one."""
+
+    def start() -> Callable[[], None]:
+        with torch.cuda.stream(ground.device.copying):
+            run()
+        return ground.device.copying.synchronize  # type: ignore[no-any-return]
+
+    return start
+
+
+def one_a_block(ground: Ground) -> dict[str, Rival]:
+    """A call of the driver for every block and layer."""
+    copy, stream = ground.device.driver.calls.copy, ground.device.copying
+
+    def of(*, up: bool) -> Start:
+        lists = ground.lists(up=up)
+        rows = [list(zip(*(c.tolist() for c in (p.target, p.source, p.length)), strict=True)) for p in lists]
+
+        def run() -> None:
+            for layer in rows:
+                for to, from_, length in layer:
+                    copy(to, from_, length, stream.cuda_stream)
+
+        return on_copying(ground, run)
+
+    return {"one copy a block": Rival(of(up=True), of(up=False))}
+
+
+def index_copy(ground: Ground) -> dict[str, Rival]:
+    """torch's indexed copies from and to a buffer that is copied in one piece; the host's side lies together."""
+    ids = torch.from_numpy(ground.ids).cuda()
+    staging = torch.empty_like(ground.pools[0][: ground.blocks])
+    pinned = torch.empty(staging.shape, dtype=staging.dtype, pin_memory=True)
+
+    def up() -> None:
+        for pool in ground.pools:
+            staging.copy_(pinned, non_blocking=True)
+            pool.index_copy_(0, ids, staging)
+
+    def down() -> None:
+        for pool in ground.pools:
+            torch.index_select(pool, 0, ids, out=staging)
+            pinned.copy_(staging, non_blocking=True)
+
+    return {"index_copy_": Rival(on_copying(ground, up), on_copying(ground, down))}
+
+
+def vllm_swap(ground: Ground) -> dict[str, Rival]:
+    """vLLM's batched copy of blocks, all layers in one call, between our own blocks and slots."""
+    import inspect
+
+    import vllm._custom_ops as ops
+    import vllm.platforms
+
+    assert vllm.platforms.current_platform.is_cuda()
+    accepted = inspect.signature(ops.swap_blocks_batch).parameters
+    options = {name: True for name in ("is_src_access_order_any",) if name in accepted}
+
+    def of(*, up: bool) -> Start:
+        lists = ground.lists(up=up)
+        source, target, length = (
+            torch.from_numpy(np.concatenate([getattr(p, name) for p in lists]))
+            for name in ("source", "target", "length")
+        )
+        return on_copying(ground, lambda: ops.swap_blocks_batch(source, target, length, **options))
+
+    def verify() -> bool:
+        for pool in ground.pools:
+            pool.zero_()
+        torch.cuda.synchronize()
+        of(up=True)()()
+        return ground.arrived()
+
+    return {"vLLM swap_blocks_batch": Rival(of(up=True), of(up=False), verify)}
+
+
+def sgl_kernels(ground: Ground) -> dict[str, Rival]:
+    """sgl-kernel's zero-copy kernels between token-major pools of K and of V."""
+    from sgl_kernel import kvcacheio
+
+    shape, layers = ground.shape, range(ground.shape.layers)
+    tokens, item = ground.blocks * shape.block, shape.kv_heads * shape.width * 2
+    pool_tokens = len(ground.pools[0]) * shape.block
+    size = (shape.kv_heads, shape.width)
+    device = [torch.randn(pool_tokens, *size, device="cuda").to(torch.bfloat16) for _ in range(2 * shape.layers)]
+    host = [torch.empty(tokens, *size, dtype=torch.bfloat16, pin_memory=True) for _ in range(2 * shape.layers)]
+    at, of = (_token_slots(blocks, shape.block) for blocks in (ground.ids, ground.slots))
+
+    def each(*, up: bool) -> Start:
+        a, b, from_, to = (host, device, of, at) if up else (device, host, at, of)
+
+        def run() -> None:
+            for n in layers:
+                kvcacheio.transfer_kv_per_layer(a[2 * n], b[2 * n], a[2 * n + 1], b[2 * n + 1], from_, to, item)
+
+        return on_copying(ground, run)
+
+    def every(*, up: bool) -> Start:
+        a, b, from_, to = (host, device, of, at) if up else (device, host, at, of)
+        k_from, k_to, v_from, v_to = (_pointers(t) for t in (a[0::2], b[0::2], a[1::2], b[1::2]))
+        call = kvcacheio.transfer_kv_all_layer
+        return on_copying(ground, lambda: call(k_from, k_to, v_from, v_to, from_, to, item, shape.layers))
+
+    def verify(down: Start, up: Start) -> bool:
+        torch.cuda.synchronize()
+        down()()
+        kept = device[3].clone()
+        device[3].zero_()
+        torch.cuda.synchronize()
+        up()()
+        return bool(torch.equal(device[3][at], kept[at]))
+
+    made = {}
+    for name, make in {"sgl-kernel transfer_kv_per_layer": each, "sgl-kernel transfer_kv_all_layer": every}.items():
+        up, down = make(up=True), make(up=False)
+        made[name] = Rival(up, down, lambda down=down, up=up: verify(down, up))  # type: ignore[misc]
+    return made
+
+
+def lmcache_layers(ground: Ground) -> dict[str, Rival]:
+    """LMCache's layer-by-layer connector: chunks in pinned memory, a buffer on the device, its own kernels."""
+    import types
+
+    import lmcache.c_ops
+    from lmcache.v1.gpu_connector.gpu_connectors import VLLMPagedMemLayerwiseGPUConnector
+    from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
+    from lmcache.v1.memory_management import MemoryFormat
+
+    kind = type(lmcache.c_ops.single_layer_kv_transfer)
+    assert kind is types.BuiltinFunctionType, "its kernels are missing, and its Python fallback is no fair rival"
+    shape, hidden = ground.shape, ground.shape.kv_heads * ground.shape.width
+    tokens, layers = ground.blocks * shape.block, ground.shape.layers
+    size = (len(ground.pools[0]), 2, shape.block, shape.kv_heads, shape.width)
+    pools = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+    allocator = PinMemoryAllocator(ground.nbytes + (64 << 20))
+    starts = list(range(0, tokens, CHUNK))
+    ends = [start + CHUNK for start in starts]
+    chunk = (torch.Size([CHUNK, 2, hidden]), torch.bfloat16, MemoryFormat.KV_T2D)
+    objects = [[allocator.allocate(*chunk) for _ in starts] for _ in range(layers)]
+    connector = VLLMPagedMemLayerwiseGPUConnector(
+        hidden,
+        layers,
+        use_gpu=True,
+        chunk_size=CHUNK,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        layout_hints={"kv_layout": "NHD"},
+    )
+    options: dict[str, Any] = {
+        "kvcaches": pools,
+        "slot_mapping": _token_slots(ground.ids, shape.block),
+        "sync": True,
+    }
+
+    def down() -> None:
+        for _ in connector.batched_from_gpu(objects, starts, ends, **options):
+            pass
+
+    def up() -> None:
+        steps = connector.batched_to_gpu(starts, ends, **options)
+        next(steps)
+        for layer in range(layers):
+            steps.send(objects[layer])
+        for _ in steps:
+            pass
+
+    def verify() -> bool:
+        torch.cuda.synchronize()
+        on_copying(ground, down)()()
+        torch.cuda.synchronize()
+        ids = torch.from_numpy(ground.ids).cuda()
+        kept = pools[3].clone()
+        pools[3].zero_()
+        torch.cuda.synchronize()
+        on_copying(ground, up)()()
+        torch.cuda.synchronize()
+        return bool(torch.equal(pools[3][ids], kept[ids]))
+
+    synced = torch.cuda.synchronize  # it has streams of its own
+
+    def start(run: Callable[[], None]) -> Start:
+        begin = on_copying(ground, run)
+
+        def started() -> Callable[[], None]:
+            begin()
+            return synced  # type: ignore[no-any-return]
+
+        return started
+
+    return {"LMCache layerwise": Rival(start(up), start(down), verify)}
+
+
+def _token_slots(blocks: Ints, block: int) -> torch.Tensor:
+    """Each token's place in a pool of tokens, int64 on the device."""
+    return torch.from_numpy((blocks[:, None] * block + np.arange(block)).reshape(-1)).cuda()
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64, device="cuda")

@@ -1,0 +1,60 @@
+"""Figures as bars: a panel a comparison, a bar a way of doing it, the limit as a line. Knows names and numbers only."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from layercast.errors import Refused
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS, OTHERS, LIMIT = "#0072B2", "#B9B9B9", "#D55E00"
+
+
+class Bars(msgspec.Struct, frozen=True):
+    """One panel. unit: of the values; limit: the name whose value the others are held against, or none."""
+
+    title: str
+    unit: str
+    values: Mapping[str, float]
+    limit: str = ""
+
+
+def write_bars(panels: Sequence[Bars], path: Path, title: str, ours: Sequence[str]) -> None:
+    """Draw the panels one below the other as a PNG. ours: how the names of the bars to stand out begin.
+
+    Raises Refused without panels or without matplotlib.
+    """
+    if not panels:
+        raise Refused("nothing to draw: nothing was measured")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Refused("a PNG needs matplotlib: pip install 'layercast[pictures]'") from error
+    heights = [len(panel.values) + 1.5 for panel in panels]
+    figure = Figure(figsize=(10, 0.8 + 0.3 * sum(heights)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw(ax, panel, tuple(ours))
+    figure.savefig(path)
+
+
+def _draw(ax: "Axes", panel: Bars, ours: tuple[str, ...]) -> None:
+    names, values = list(panel.values), list(panel.values.values())
+    ax.barh(names, values, color=[OURS if name.startswith(ours) else OTHERS for name in names])
+    for row, value in enumerate(values):
+        ax.annotate(f"{value:.3g}", (value, row), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    if panel.limit in panel.values:
+        ax.axvline(panel.values[panel.limit], color=LIMIT, linewidth=1.2, linestyle=(0, (4, 2)))
+    ax.set_xlim(0, max(values) * 1.08)
+    ax.invert_yaxis()
+    ax.set_xlabel(panel.unit)
+    ax.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    ax.tick_params(labelsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
