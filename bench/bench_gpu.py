@@ -473,7 +473,7 @@ def ttft(bench: Bench, forward: Forward, mover: CudaMover, gate: CudaGate, *, sa
         mark = mover.mark()
         lists = bench.lists(up=True)
         gate.arm(dict.fromkeys(range(LAYERS), 1))
-        for layer, flight in enumerate(mover.submit_all(lists, after=[mark])):
+        for layer, flight in enumerate(mover.submit_all(lists, after=[[mark]] * len(lists))):
             gate.open(layer, flight)
         written = None
         saves: list[Any] = []
@@ -515,7 +515,7 @@ def trace(bench: Bench, forward: Forward, mover: CudaMover, gate: CudaGate) -> d
         lists = bench.lists(up=True)
         stamp("planned")
         gate.arm(dict.fromkeys(range(LAYERS), 1))
-        flights = mover.submit_all(lists, after=[mark])
+        flights = mover.submit_all(lists, after=[[mark]] * len(lists))
         for layer, flight in enumerate(flights):
             gate.open(layer, flight)
         stamp("submitted")

@@ -5,10 +5,10 @@ Streams and events are numbers; every call is written down, so that a test can a
 
 import ctypes
 import threading
+import time
 
 import numpy as np
 
-from layercast.move import words
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls
 from layercast.move.kernels.pieces import PieceKernel, copy_reference
 
@@ -37,7 +37,7 @@ class HostDevice:
         self._last = 0
         sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "write": 4, "hold": 4}
         made = {name: self._call(name, size) for name, size in sizes.items()}
-        self.calls = Calls(**made, syscall=words._syscall)
+        self.calls = Calls(**made)
 
     def _call(self, name: str, arguments: int):
         def call(*given: int) -> int:
@@ -63,10 +63,14 @@ class HostDevice:
         assert event in self.live
 
     def _write(self, _stream: int, address: int, value: int, _flags: int) -> None:
-        ctypes.c_int32.from_address(address).value = value
+        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
 
     def _hold(self, _stream: int, address: int, value: int, _flags: int) -> None:
-        assert ctypes.c_int32.from_address(address).value >= value, "nothing here would ever set it"
+        """A stream stands still here; what sets the word runs on another thread."""
+        deadline = time.monotonic() + 5
+        while (ctypes.c_uint32.from_address(address).value - value) & 0x80000000:
+            assert time.monotonic() < deadline, "nothing here would ever set it"
+            time.sleep(0.001)
 
     def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, parameters, _extra) -> None:
         assert function == KERNEL.function
@@ -102,6 +106,12 @@ class HostDevice:
 
     def drop_event(self, event: int) -> None:
         self.live.remove(event)
+
+    def record(self, event: int, stream: int) -> None:
+        self.check("record", self.calls.record(event, stream))
+
+    def stream_writes_value(self, stream: int, address: int, value: int) -> None:
+        self.check("write", self.calls.write(stream, address, value, 0))
 
     def happened(self, event: int) -> bool:
         return True

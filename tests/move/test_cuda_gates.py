@@ -8,7 +8,9 @@ from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_gates import CudaGate, FlagGate
 from layercast.move.cuda_issue import plain_issue
+from layercast.move.cuda_ways import Direction
 from layercast.move.flights import HostFlight
+from layercast.move.words import words_at
 from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
@@ -41,15 +43,30 @@ def batch(device):
     return pieces_of((memory.alloc(64), memory.alloc(64), 64))
 
 
-def test_the_callers_stream_waits_for_a_copy_that_is_recorded(device, mover, batch):
+def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, mover, batch):
+    gate = CudaGate(device, lambda: 99)
+    gate.arm({0: 1})
+    word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
+    flight = mover.submit(batch)
+    flight.wait(SOON_S)
+    flight._ended.clear()  # as if the host had not learned of it yet
+    word[0] = -1
+    gate.open(0, flight)
+    timer = threading.Timer(BRIEF_S, word.fill, [flight.number])
+    timer.start()
+    assert gate.wait(0, SOON_S) == 0
+    timer.join()
+    assert ("hold", 99, word.ctypes.data, flight.number, 0) in device.log
+
+
+def test_nothing_waits_for_a_copy_that_has_moved(device, mover, batch):
     gate = CudaGate(device, lambda: 99)
     gate.arm({0: 1})
     flight = mover.submit(batch)
     gate.open(0, flight)
+    flight.wait(SOON_S)
     gate.wait(0, SOON_S)
-    assert ("wait", 99, flight.event.handle, 0) in device.log
-    gate.arm({0: 1})
-    gate.reset()
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)
 
 
 def test_a_copy_that_is_not_issued_yet_blocks_the_caller_until_its_deadline(device, mover, batch):

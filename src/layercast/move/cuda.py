@@ -1,27 +1,26 @@
-"""The mover of an NVIDIA GPU: whole steps of copies, issued by a thread of its own in one call, ended by events.
+"""The mover of an NVIDIA GPU: whole steps of copies, issued by a thread of its own in one call.
 
 Each direction (host to device, device to host, inside a memory) has a thread that issues, a thread that ends flights,
-and keeps its order; across directions say `after`. Copies wait on the device for marks and flights that are under way,
-and the host waits for nothing but flights from elsewhere. Does not know layers, gates, requests or keys.
+and keeps its order; across directions say `after`. Copies wait on the device for marks and for flights that the device
+has; the host waits for nothing but flights from elsewhere. Does not know layers, gates, requests or keys.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 import numpy as np
 
 from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
-from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, recorded_events
+from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, standing
 from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane
-from layercast.move.cuda_program import Program, cut_both
-from layercast.move.cuda_ways import Costs, Direction, Rows, Way, rows_of
-from layercast.move.flights import HostDigestFlight, HostFlight
+from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
+from layercast.move.cuda_ways import Costs, Direction, Way
+from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled
 from layercast.move.line import Line
 from layercast.move.raw import digests_of
@@ -43,12 +42,15 @@ class _Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Signals:
-    """Addresses of 32-bit words: the flights' own, those to set behind each batch, those each batch waits for."""
+class _Order:
+    """A batch of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
 
-    words: int
-    flags: Sequence[int]
-    behind: Sequence[int]
+    pieces: Pieces
+    after: Sequence[CudaFlight | Mark]
+    flag: int = 0
+    """Address of a 32-bit word to set behind it; 0 = none."""
+    behind: int = 0
+    """Address of a word that it waits for; 0 = none."""
 
 
 class CudaMover(Mover):
@@ -92,70 +94,83 @@ class CudaMover(Mover):
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> CudaFlight:
         """Copy `pieces`, all in one direction, behind `after`. Returns at once. Raises Refused once closed."""
-        return self.submit_all([pieces], after=after, keep=keep)[0]
+        return self.submit_all([pieces], after=[after], keep=keep)[0]
 
     def submit_all(
         self,
         batches: Sequence[Pieces],
         *,
-        after: Sequence[Flight] = (),
+        after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
-        """Copy several batches, all in one direction and in this order, behind `after`; a flight for each.
+        """Copy several batches, all in one direction and in this order, each behind its own `after`; a flight for each.
 
         They are issued in one call, without the interpreter lock. flags: for each batch the address of a 32-bit word,
         in pinned or device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A
         word that nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
         """
+        count = len(batches)
+        after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
+        others = [flight for flights in after for flight in flights if not standing(flight)]
+        if others and count > 1:  # what waits for others must not hold up the rest
+            rows = zip(batches, after, flags, behind, strict=True)
+            alone = [self.submit_all([b], after=[a], keep=keep, flags=[f], behind=[h]) for b, a, f, h in rows]
+            return [flight for (flight,) in alone]
         if not batches:
             return []
-        arm = self._arm(self._direction(batches))
-        count = len(batches)
-        words, errors = np.zeros(count, np.int32), np.zeros(count, np.int64)
-        flights = [CudaFlight(self._events.take(), words, index, errors) for index in range(count)]
-        events, others = recorded_events(tuple(after))
+        orders = [
+            _Order(
+                pieces,
+                [f for f in flights if isinstance(f, Mark) or (isinstance(f, CudaFlight) and not f.moved)],
+                flag,
+                word,
+            )
+            for pieces, flights, flag, word in zip(batches, after, flags, behind, strict=True)
+        ]
+        return self._submit(self._arm(self._direction(batches)), orders, others, keep)
+
+    def _submit(
+        self, arm: _Arm, orders: list[_Order], others: Sequence[Flight], keep: Sequence[object]
+    ) -> list[CudaFlight]:
+        wave = Wave(arm.lane.tally, len(orders), self._events.take())
+        flights = [CudaFlight(wave, index) for index in range(len(orders))]
 
         def run(_ready_at: float) -> None:
-            hurdles = [flight.event.handle for flight in events]
-            self._driver.bind()
-            # All of a step end together: waking a thread for each costs the caller's launches, and gates need none.
+            for flight in others:
+                if isinstance(flight, CudaFlight):
+                    self._driver.check("a copy that this one waits for", flight.refusal)
+            program = self._program(arm.lane, orders, wave)
+            self._issue(program.table(), program.columns(), self._cuts, wave.errors)
+            wave.issued.set()
             arm.watcher.add(flights)
-            # The first batches move while the program of the others is written.
-            for part in _growing(count):
-                program, signals = (
-                    Program(self._cuts),
-                    _Signals(words.ctypes.data + 4 * part.start, flags[part], behind[part]),
-                )
-                self._write(program, arm.lane, batches[part], flights[part], hurdles, signals)
-                self._issue(program.table(), errors[part])
-                hurdles = []
 
-        arm.line.submit(flights[0] if count == 1 else _whole(flights), run, others, keep)
+        def ended(_: object) -> None:
+            """What waits on a device for a batch that was never handed to one must not wait for ever."""
+            if not wave.issued.is_set():
+                if wave.queued.is_set():
+                    self._driver.bind()
+                    arm.lane.skip(flights[-1].number)
+                wave.queued.set()
+                wave.issued.set()
+
+        flights[-1].then(ended)
+        arm.line.submit(flights, run, others, keep, wave.queue)
         return flights
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
         """One 64-bit XXH3 a row, computed by the host: device memory is read back for it, so this costs bandwidth."""
         arm = self._arm(Direction.LOCAL)
         flight = HostDigestFlight()
-        _, others = recorded_events(tuple(after))
-
-        def run(_ready_at: float) -> None:
-            self._driver.bind()
-            for other in after:
-                if isinstance(other, CudaFlight):
-                    self._driver.sleep_until(other.event.handle)
-            flight.land_with(self._digests(arm.lane, ranges))
-
-        arm.line.submit(flight, run, others)
+        arm.line.submit([flight], lambda _ready_at: flight.land_with(self._digests(arm.lane, ranges)), after)
         return flight
 
     def mark(self) -> Flight:
         """An event on the caller's current stream."""
         self._driver.bind()
         event = self._events.take()
-        self._driver.check("cuEventRecord", self._driver.calls.record(event.handle, self._current_stream()))
+        self._driver.record(event.handle, self._current_stream())
         return Mark(self._driver, event, self._watch)
 
     @property
@@ -221,43 +236,37 @@ class CudaMover(Mover):
                 self._arms[direction] = _Arm(lane, Line(name), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
 
-    def _watch(self, flight: CudaFlight) -> None:
-        self._arm(Direction.LOCAL).watcher.add([flight])
+    def _watch(self, marks: Sequence[Mark]) -> None:
+        self._arm(Direction.LOCAL).watcher.add(marks)
 
-    def _write(
-        self,
-        program: Program,
-        lane: Lane,
-        batches: Sequence[Pieces],
-        flights: Sequence[CudaFlight],
-        hurdles: list[int],
-        signals: "_Signals",
-    ) -> None:
-        """The batches as a program."""
-        rows = rows_of(list(batches))
-        if lane.direction is Direction.DOWN:  # host memory takes ascending addresses faster
-            rows = rows.take(np.lexsort((rows.target, rows.batch)))
-        came, target, source, length = cut_both(rows.target, rows.source, rows.length, self._cuts)
-        rows = rows if came is None else Rows(source, target, length, rows.batch[came])
-        pinned = self._pinned(rows)
-        way = lane.way(rows) if pinned else Way.ENGINE
-        started = lane.start(program, hurdles, way)
-        ends = np.searchsorted(rows.batch, np.arange(len(batches)), side="right").tolist()
-        stream = lane.copy
-        for index, (first, last) in enumerate(zip(chain([0], ends), ends, strict=False)):
+    def _program(self, lane: Lane, orders: Sequence[_Order], wave: Wave) -> Program:
+        """The wave as a program: each batch behind its hurdles, counted once it has moved."""
+        self._driver.bind()
+        program = Program(EVERYBODYS)
+        batches = [order.pieces for order in orders]
+        pinned = self._pinned(lane.direction, batches)
+        way = lane.way(batches) if pinned else Way.ENGINE
+        started, stream = lane.start(program, way), lane.copy
+        for index, order in enumerate(orders):
+            for flight in order.after:
+                lane.wait(program, way, flight)
+            if order.behind:
+                lane.hold_until(program, order.behind, way)
             program.owner = index
-            if signals.behind:
-                lane.hold_until(program, signals.behind[index], way)
-            stream = lane.move(program, rows.take(slice(first, last)), way, pinned=pinned)
-            program.record(flights[index].event.handle, stream)
-            if signals.flags:
-                program.write(stream, signals.flags[index])
-            program.post(signals.words + 4 * index)
+            stream = lane.move(program, order.pieces, way, pinned=pinned)
+            program.owner = EVERYBODYS
+            program.write(stream, lane.tally.address, wave.number(index))
+            if order.flag:
+                program.write(stream, order.flag)
+        program.record(wave.event.handle, stream)
         lane.finish(program, started, stream)
+        return program
 
-    def _pinned(self, rows: Rows) -> bool:
+    def _pinned(self, direction: Direction, batches: Sequence[Pieces]) -> bool:
         """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
-        ends = [end for side in (rows.source, rows.target) if len(side) for end in (int(side.min()), int(side.max()))]
+        host = {Direction.UP: ("source",), Direction.DOWN: ("target",)}.get(direction, ("source", "target"))
+        sides = [getattr(pieces, side) for pieces in batches if len(pieces) for side in host]
+        ends = [] if not sides else [min(int(s.min()) for s in sides), max(int(s.max()) for s in sides)]
         return all(self._driver.kind_of(end) != PAGEABLE for end in ends)
 
     def _digests(self, lane: Lane, ranges: DigestRanges) -> Digests:
@@ -275,10 +284,10 @@ class CudaMover(Mover):
             target = buffer + np.arange(len(source))[:, None] * row_bytes + offsets
             length = np.broadcast_to(ranges.length, source.shape)
             program, errors = Program(), np.zeros(1, np.int64)
-            some = length > 0
-            program.copies(target[some], source[some], length[some], lane.copy, batched=self._driver.batches)
+            pieces = plain_pieces(target.ravel(), source.ravel(), length.ravel())
+            program.copies(pieces, lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
-            self._issue(program.table(), errors)
+            self._issue(program.table(), program.columns(), self._cuts, errors)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
             self._driver.sleep_until(event.handle)
             parts.append(digests_of(DigestRanges(target, ranges.length)))
@@ -300,24 +309,3 @@ def torch_stream() -> int:
     import torch
 
     return int(torch.cuda.current_stream().cuda_stream)
-
-
-def _growing(count: int) -> list[slice]:
-    """Parts of 1, 3, 12, 48, ... batches, of 1, 4, 16, 64 together."""
-    ends = [1, *(4**nth for nth in range(1, count.bit_length() // 2 + 2))]
-    return [slice(first, min(last, count)) for first, last in pairwise([0, *ends]) if first < count]
-
-
-def _whole(flights: Sequence[CudaFlight]) -> HostFlight:
-    """A flight that lands once the last of `flights` has ended, and whose failure is that of all of them."""
-    whole = HostFlight()
-    whole.then(lambda _: _fail_rest(flights, whole))
-    flights[-1].then(lambda _: None if whole.done else whole.land())
-    return whole
-
-
-def _fail_rest(flights: Sequence[CudaFlight], whole: HostFlight) -> None:
-    if whole.error is not None:
-        for flight in flights:
-            if not flight.done:
-                flight.fail(whole.error)

@@ -30,7 +30,7 @@ class Calls:
     copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
     record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
     parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
-    least `value`; syscall: libc's.
+    least `value`, where the difference of the two counts as signed.
     """
 
     copy: Call
@@ -40,7 +40,6 @@ class Calls:
     launch: Call
     write: Call
     hold: Call
-    syscall: Call
 
 
 class _Attributes(ctypes.Structure):
@@ -69,13 +68,18 @@ class Driver:
         self.batch_attributes = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
         """Addresses of the attributes and their index, as `copy_batch` wants them."""
         self.calls = self._calls()
+        # Calls by `_quick` keep the interpreter lock: they end in microseconds, and taking it again beside a busy
+        # thread costs milliseconds.
+        self._quick = ctypes.PyDLL(None, handle=self._lib._handle)
         self._query = self._typed("cuEventQuery", 1)
         self._synchronize = self._typed("cuEventSynchronize", 1)
+        self._hold = self._typed("cuStreamWaitValue32_v2", 4, self._quick)
+        self._record = self._typed("cuEventRecord", 2, self._quick)
         self.bind()
 
     def bind(self) -> None:
         """Make the context current on the calling thread."""
-        self.check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(self._context))
+        self.check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._context))
 
     def check(self, what: str, code: int) -> None:
         """Raise DeviceFailed, or OutOfMemory, unless `code` is 0."""
@@ -118,6 +122,10 @@ class Driver:
         """Give an event back; what waits for it on a stream goes on waiting."""
         self._lib.cuEventDestroy_v2(ctypes.c_void_p(event))
 
+    def record(self, event: int, stream: int) -> None:
+        """Have the event happen when what the stream has by now is done."""
+        self.check("cuEventRecord", self._record(event, stream))
+
     def happened(self, event: int) -> bool:
         """Whether the work before the event's last record is done."""
         code = self._query(event)
@@ -131,7 +139,7 @@ class Driver:
 
     def stream_waits_for_value(self, stream: int, address: int, value: int) -> None:
         """Hold the stream until the 32-bit word at `address` is at least `value`. May be captured in a graph."""
-        self.check("cuStreamWaitValue32", self.calls.hold(stream, address, value, 0))
+        self.check("cuStreamWaitValue32", self._hold(stream, address, value, 0))
 
     def stream_writes_value(self, stream: int, address: int, value: int) -> None:
         """Write a 32-bit word in stream order. May be captured in a graph."""
@@ -140,7 +148,7 @@ class Driver:
     def kind_of(self, address: int) -> int:
         """HOST, DEVICE, or PAGEABLE for memory that this driver has not been told of."""
         kind = ctypes.c_uint(0)
-        code = self._lib.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+        code = self._quick.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
         return int(kind.value) if code == 0 else PAGEABLE
 
     def device_of(self, address: int) -> int:
@@ -209,8 +217,6 @@ class Driver:
 
     def _calls(self) -> Calls:
         batch = self._typed("cuMemcpyBatchAsync_v2", 8) if hasattr(self._lib, "cuMemcpyBatchAsync_v2") else None
-        syscall = ctypes.CDLL(None).syscall
-        syscall.restype, syscall.argtypes = ctypes.c_long, [ctypes.c_int64] * 7
         return Calls(
             copy=self._typed("cuMemcpyAsync", 4),
             copy_batch=batch or self._typed("cuMemcpyBatchAsync", 8),
@@ -219,11 +225,10 @@ class Driver:
             launch=self._typed("cuLaunchKernel", 11),
             write=self._typed("cuStreamWriteValue32_v2", 4),
             hold=self._typed("cuStreamWaitValue32_v2", 4),
-            syscall=syscall,
         )
 
-    def _typed(self, name: str, arguments: int) -> Call:
-        call = getattr(self._lib, name)
+    def _typed(self, name: str, arguments: int, library: ctypes.CDLL | None = None) -> Call:
+        call = getattr(library or self._lib, name)
         call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
         return call  # type: ignore[no-any-return]
 

@@ -1,11 +1,11 @@
-"""Flights on a device: an event that tells a stream, a word that tells a host thread, and the threads that end them.
+"""Flights on a device: a number that the device counts up to, and the threads that end them on the host.
 
-A flight is *recorded* once its event stands behind its copies on a stream: from then on other streams can be made to
-wait for it, though nothing may have moved yet. It has *landed* once the event has happened.
-Does not know pieces, programs or gates.
+A lane counts the batches it has moved in a word of pinned memory (its *tally*). A flight has its number there as soon
+as it stands in the lane's queue, and from then on any stream can be made to wait for it: nothing of it need have been
+handed to the device. It has *landed* once the count has come that far; the host learns of that when its whole wave
+has. Does not know pieces, programs or gates.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -20,10 +20,9 @@ from layercast.landing import Landing
 from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
 from layercast.move.flights import HostFlight
-from layercast.move.words import DROPPED, POSTED, Words, post, sleep_on
+from layercast.move.words import words_at
 
-_FOREVER_S = 3600.0
-"""A watcher's longest sleep at a time. Whoever waits for what it watches has a deadline of its own."""
+_MOST = 0xFFFFFFFF
 
 
 class Event:
@@ -65,56 +64,98 @@ class Events:
         self._back(handle)
 
 
-class CudaFlight(HostFlight):
-    """Copies on a device, from submission to landing. `words[index]` is posted when `event` is recorded."""
+class Tally:
+    """A lane's count of the batches it has moved, as a 32-bit word that the device writes and anybody waits for.
 
-    def __init__(self, event: Event, words: Words, index: int, errors: npt.NDArray[np.int64]) -> None:
-        super().__init__()
+    Numbers only ascend and may wrap round: what is compared is the difference.
+    """
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.queued = 0
+        """Number of the last batch in the lane's queue."""
+        self._word = words_at(address, 1)
+        self._word[0] = 0
+
+    def reached(self, number: int) -> bool:
+        """Whether that many batches have moved. Never blocks."""
+        return (int(self._word[0]) - number) & _MOST <= _MOST >> 1
+
+
+class Wave:
+    """The flights of one submission: they are handed over together and end together."""
+
+    def __init__(self, tally: Tally, count: int, event: Event) -> None:
+        self.tally = tally
         self.event = event
-        self._words = words
+        """Recorded behind the last of them."""
+        self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
+        self.first = 0
+        """The number of the first, from when `queued` is set."""
+        self.queued = threading.Event()
+        self.issued = threading.Event()
+        """Set once the device has all of it, or has refused it."""
+
+    def number(self, index: int) -> int:
+        """What the tally comes to with the flight of that index. Only once the wave is queued."""
+        return (self.first + index) & _MOST
+
+    def queue(self) -> None:
+        """Take the next numbers of the lane. Called in the order of its queue."""
+        self.first = self.tally.queued + 1
+        self.tally.queued += len(self.errors)
+        self.queued.set()
+
+
+class CudaFlight(HostFlight):
+    """One batch of a wave, from submission to landing."""
+
+    def __init__(self, wave: Wave, index: int) -> None:
+        super().__init__()
+        self.wave = wave
         self._index = index
-        self._errors = errors
 
     @property
-    def recorded(self) -> bool:
-        """Whether a stream can wait for the event now. Never blocks."""
-        return bool(self._words[self._index] == POSTED)
+    def number(self) -> int:
+        """What the lane's tally comes to with it. Only once the wave is queued."""
+        return self.wave.number(self._index)
 
-    def sleep_until_recorded(self, timeout_s: float) -> bool:
-        """Block until it is recorded or dropped; whether that came within `timeout_s` seconds."""
-        return sleep_on(self._words, self._index, timeout_s)
+    @property
+    def moved(self) -> bool:
+        """Whether the device says that it is in place. Never blocks."""
+        return self.wave.queued.is_set() and self.wave.tally.reached(self.number)
 
-    def fail(self, error: BaseException) -> None:
-        """End it with `error`; nobody need wait for its event."""
-        if not self.recorded:
-            post(self._words, self._index, DROPPED)
-        super().fail(error)
+    def promised(self, timeout_s: float) -> bool:
+        """Wait until the device has it and has not refused it."""
+        return self.wave.issued.wait(timeout_s) and self.error is None and not self.refusal
 
-    def sleep_until_happened(self, driver: Driver) -> None:
-        """Block until its event has happened, or never will. For the watcher."""
-        if self.sleep_until_recorded(_FOREVER_S) and self.recorded:
-            with contextlib.suppress(LayercastError):  # whoever settles it learns of it again
-                driver.sleep_until(self.event.handle)
+    @property
+    def refusal(self) -> int:
+        """The error code with which the device refused it; 0 = none so far."""
+        return int(self.wave.errors[self._index])
+
+    def hold(self, stream: int, driver: Driver) -> None:
+        """Have a stream wait for it, if it has not moved yet. Only once the wave is queued."""
+        if not self.moved:
+            driver.stream_waits_for_value(stream, self.wave.tally.address, self.number)
 
     def settle(self, driver: Driver) -> None:
-        """Block until its event has happened, then end it. For the watcher."""
-        self.sleep_until_recorded(_FOREVER_S)
-        if self._ended.is_set():
-            return
-        try:
-            driver.check("a copy", int(self._errors[self._index]))
-            driver.sleep_until(self.event.handle)
-        except LayercastError as error:
-            self.fail(error)
-        else:
-            self.land()
+        """End it, whose wave has ended on the device. For the watcher."""
+        if not self.done:
+            try:
+                driver.check("a copy", self.refusal)
+            except LayercastError as error:
+                self.fail(error)
+            else:
+                self.land()
 
 
-class Mark(CudaFlight):
+class Mark(HostFlight):
     """An event on the caller's stream, recorded when made; nothing watches it until somebody asks."""
 
-    def __init__(self, driver: Driver, event: Event, watch: Callable[[CudaFlight], None]) -> None:
-        super().__init__(event, np.array([POSTED], np.int32), 0, np.zeros(1, np.int64))
+    def __init__(self, driver: Driver, event: Event, watch: "Callable[[Sequence[Mark]], None]") -> None:
+        super().__init__()
+        self.event = event
         self._driver = driver
         self._watch = watch
         self._asked = threading.Lock()
@@ -137,22 +178,31 @@ class Mark(CudaFlight):
         super().then(call)
         self._ask()
 
+    def settle(self, driver: Driver) -> None:
+        """End it. For the watcher."""
+        try:
+            driver.sleep_until(self.event.handle)
+        except LayercastError as error:
+            self.fail(error)
+        else:
+            self.land()
+
     def _ask(self) -> None:
         """Have it watched, once."""
         if self._asked.acquire(blocking=False):
-            self._watch(self)
+            self._watch([self])
 
 
 class Watcher:
     """One thread that ends flights in the order in which they were handed to it."""
 
     def __init__(self, driver: Driver, name: str) -> None:
-        self._flights: queue.SimpleQueue[Sequence[CudaFlight]] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Sequence[CudaFlight | Mark]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_watch, args=(driver, self._flights), name=name, daemon=True)
         self._thread.start()
 
-    def add(self, flights: Sequence[CudaFlight]) -> None:
-        """End these, in the order of one stream, when the last of their events has happened."""
+    def add(self, flights: Sequence[CudaFlight | Mark]) -> None:
+        """End these, a wave or a mark, when the event behind the last of them has happened."""
         self._flights.put(flights)
 
     def close(self, timeout_s: float) -> None:
@@ -164,21 +214,23 @@ class Watcher:
             raise DeadlineExceeded(f"{self._thread.name}: copies have not ended within {timeout_s:g} s")
 
 
-def _watch(driver: Driver, work: "queue.SimpleQueue[Sequence[CudaFlight]]") -> None:
+def _watch(driver: Driver, work: "queue.SimpleQueue[Sequence[CudaFlight | Mark]]") -> None:
     driver.bind()
     while flights := work.get():
-        flights[-1].sleep_until_happened(driver)
+        last = flights[-1]
+        if isinstance(last, CudaFlight):
+            try:
+                driver.sleep_until(last.wave.event.handle)
+            except LayercastError as error:
+                for flight in flights:
+                    flight.fail(error)
         for flight in flights:
             flight.settle(driver)
-        del flight, flights
+        del flight, flights, last
 
 
-def recorded_events(flights: "tuple[Flight, ...]") -> tuple[list[CudaFlight], list[Flight]]:
-    """(flights that a stream can wait for, those that a host thread has to)."""
-    ours = [flight for flight in flights if isinstance(flight, CudaFlight) and flight.recorded and not failed(flight)]
-    return ours, [flight for flight in flights if flight not in ours]
-
-
-def failed(flight: Flight) -> bool:
-    """Whether it has ended with an error. Never blocks, nor has a mark watched."""
-    return flight.error is not None
+def standing(flight: Flight) -> bool:
+    """Whether a stream can be made to wait for it, or need not, with no doubt that it goes well."""
+    if isinstance(flight, CudaFlight):
+        return flight.wave.issued.is_set() and flight.promised(0)
+    return flight.error is None and (isinstance(flight, Mark) or flight.done)

@@ -22,7 +22,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class CudaGate(Gate):
-    """The caller's stream waits for the copies; the caller itself only until they stand on theirs.
+    """The caller's stream waits for the copies; the caller itself only until they stand in a device's queue.
 
     A flight that is not the device's (bytes from a peer) is waited for by the caller, as on a CPU.
     """
@@ -37,12 +37,12 @@ class CudaGate(Gate):
         self._epoch = 0
 
     def arm(self, flights: Mapping[int, int]) -> None:
-        """Close each layer's gate until that many flights stand on a stream, or have ended.
+        """Close each layer's gate until that many flights stand in a queue, or have ended.
 
         Raises BadTransition while one is closed.
         """
         with self._lock:
-            closed = [layer for layer, ours in self._flights.items() if any(_under_way(flight) for flight in ours)]
+            closed = [layer for layer, ours in self._flights.items() if any(_parked(flight) for flight in ours)]
             if closed:
                 raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
             self._host.arm(flights)
@@ -69,12 +69,11 @@ class CudaGate(Gate):
         start, epoch = time.monotonic(), self._epoch
         blocked = self._host.wait(layer, timeout_s)
         for flight in self._flights.get(layer, ()):
-            if not flight.recorded and not flight.done:
+            if _parked(flight):
                 self._sleep(flight, layer, epoch, start + timeout_s)
                 blocked = time.monotonic() - start
-            if epoch == self._epoch and flight.recorded:
-                code = self._driver.calls.wait(self._current_stream(), flight.event.handle, 0)
-                self._driver.check("cuStreamWaitEvent", code)
+            if epoch == self._epoch and not flight.done:
+                flight.hold(self._current_stream(), self._driver)
         return blocked
 
     def reset(self) -> None:
@@ -86,7 +85,7 @@ class CudaGate(Gate):
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
         while epoch == self._epoch and (left := deadline - time.monotonic()) > 0:
-            if flight.sleep_until_recorded(min(left, _LOOK_AGAIN_S)):
+            if flight.wave.queued.wait(min(left, _LOOK_AGAIN_S)):
                 return
         if epoch == self._epoch:
             raise DeadlineExceeded(f"layer {layer}: a copy has not been issued in time")
@@ -149,5 +148,5 @@ class FlagGate(Gate):
             self._flags[layer] = 1
 
 
-def _under_way(flight: CudaFlight) -> bool:
-    return not flight.recorded and not flight.done
+def _parked(flight: CudaFlight) -> bool:
+    return not (flight.wave.queued.is_set() or flight.done)

@@ -1,50 +1,32 @@
 """Runs programs: a compiled loop called once a program (numba, where installed), or the same loop in Python.
 
 The compiled one releases the interpreter lock for the whole program, so a busy Python thread can't slow it; the plain
-one takes the lock again after every call. Neither knows what a row is for.
+one is slower by the piece. Either spreads runs, cuts at the seams of pinned memory and fills the driver's calls, so
+that nobody writes lists of thousands of copies before the first is under way. Neither knows what a row is for.
 """
 
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_program import WIDTH, Ints, Op
-from layercast.move.words import EVERYBODY, FUTEX, WAKE_OP
+from layercast.plan.pieces import Pieces
 
-Issue = Callable[[Ints, npt.NDArray[np.int64]], None]
-"""issue(table, errors): run every row; errors[owner] becomes the first error code of that owner."""
+Issue = Callable[[Ints, Ints, Ints, Ints], None]
+"""issue(table, columns, cuts, errors): run every row; errors[owner] becomes the first error code of that owner.
+
+table, columns: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
+them was pinned by itself.
+"""
+FIRST, MOST = 32, 256
+"""Copies in a program's first call, doubled from call to call up to the most: the engine starts early, and a thread
+that launches kernels waits for no more than one call."""
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-
-    def run(table: Ints, errors: npt.NDArray[np.int64]) -> None:
-        for op, a, b, c, d, e, f, _, owner in table.tolist():
-            if op < Op.RECORD and owner >= 0 and errors[owner]:
-                continue
-            code = 0
-            if op == Op.BATCH:
-                code = calls.copy_batch(a, b, c, d, *attributes, 1, e)
-            elif op == Op.COPY:
-                code = calls.copy(a, b, c, d)
-            elif op == Op.LAUNCH:
-                code = calls.launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
-            elif op == Op.HOLD:
-                code = calls.hold(a, b, c, 0)
-            elif op == Op.RECORD:
-                code = calls.record(a, b)
-            elif op == Op.WAIT:
-                code = calls.wait(a, b, 0)
-            elif op == Op.WRITE:
-                code = calls.write(a, b, c, 0)
-            else:
-                calls.syscall(FUTEX, a, WAKE_OP, EVERYBODY, 0, a, b)
-            if code:
-                _note(errors, owner, code)
-
-    return run
+    return _loop(calls, _copies(calls, attributes, _unbroken), _note)
 
 
 def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -54,8 +36,10 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """
     from numba import njit
 
-    loop = njit(nogil=True)(_loop(calls, attributes, njit(_note)))
-    loop(np.zeros((0, WIDTH), np.int64), np.zeros(1, np.int64))
+    copies = njit(_copies(calls, attributes, njit(_unbroken)))
+    loop = njit(nogil=True)(_loop(calls, copies, njit(_note)))
+    nothing = np.zeros((0, WIDTH), np.int64), np.zeros((len(Pieces.__slots__), 0), np.int64), np.zeros(0, np.int64)
+    loop(*nothing, np.zeros(1, np.int64))
     return loop  # type: ignore[no-any-return]
 
 
@@ -67,33 +51,78 @@ def best_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
         return plain_issue(calls, attributes)
 
 
-def _note(errors: npt.NDArray[np.int64], owner: int, code: int) -> None:
+def _note(errors: Ints, owner: int, code: int) -> None:
     """Keep the first error of an owner, or of everyone."""
     for nth in range(len(errors)):
         if (nth == owner or owner < 0) and errors[nth] == 0:
             errors[nth] = code
 
 
-def _loop(calls: Calls, attributes: tuple[int, int], note: Callable[..., None]) -> Issue:
-    """The loop over local names alone, which is all that numba can see."""
-    copy, copy_batch, launch = calls.copy, calls.copy_batch, calls.launch
-    record, wait, write, hold, syscall = calls.record, calls.wait, calls.write, calls.hold, calls.syscall
-    attribute, first = attributes
-    is_copy, is_batch, is_launch = int(Op.COPY), int(Op.BATCH), int(Op.LAUNCH)
-    is_record, is_wait, is_write, is_hold = int(Op.RECORD), int(Op.WAIT), int(Op.WRITE), int(Op.HOLD)
-    futex, wake, everybody = FUTEX, WAKE_OP, EVERYBODY
+def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
+    """Of so many bytes from `at` on, those before the next cut."""
+    low, high = 0, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        if cuts[middle] <= at:
+            low = middle + 1
+        else:
+            high = middle
+    return min(nbytes, cuts[low] - at) if low < len(cuts) else nbytes
 
-    def run(table: Ints, errors: npt.NDArray[np.int64]) -> None:
+
+# What numba compiles sees local names alone, so the driver's calls are closed over.
+
+
+def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int]) -> Callable[..., tuple[int, int]]:
+    """(columns, first, last, stream, batched, cuts, call, room) -> (error code, room of the next call).
+
+    call: int64 [3, MOST], where calls of many copies are written.
+    """
+    (attribute, nth_attribute), most = attributes, MOST
+    one, many = calls.copy, calls.copy_batch
+
+    def run(
+        columns: Ints, first: int, last: int, stream: int, batched: int, cuts: Ints, call: Ints, room: int
+    ) -> tuple[int, int]:
+        code, filled, at = 0, 0, call.ctypes.data
+        for nth in range(first, last):
+            for step in range(columns[3, nth]):
+                from_ = columns[0, nth] + step * columns[4, nth]
+                to, left = columns[1, nth] + step * columns[5, nth], columns[2, nth]
+                while left > 0 and code == 0:
+                    nbytes = unbroken(cuts, to, unbroken(cuts, from_, left))
+                    if batched:
+                        call[0, filled], call[1, filled], call[2, filled] = to, from_, nbytes
+                        filled += 1
+                    else:
+                        code = one(to, from_, nbytes, stream)
+                    if filled == room:
+                        code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
+                        filled, room = 0, min(2 * room, most)
+                    to, from_, left = to + nbytes, from_ + nbytes, left - nbytes
+        if filled > 0 and code == 0:
+            code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
+        return code, room
+
+    return run
+
+
+def _loop(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[..., None]) -> Issue:
+    """The loop over rows."""
+    launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
+    is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
+    is_record, is_wait, first_call, most = int(Op.RECORD), int(Op.WAIT), FIRST, MOST
+
+    def run(table: Ints, columns: Ints, cuts: Ints, errors: Ints) -> None:
+        room, call = first_call, np.empty((3, most), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 8]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 7]
             if op < is_record and owner >= 0 and errors[owner] != 0:
                 continue
             code = 0
-            if op == is_batch:
-                code = copy_batch(a, b, c, d, attribute, first, 1, e)
-            elif op == is_copy:
-                code = copy(a, b, c, d)
+            if op == is_copies:
+                code, room = copies(columns, a, b, c, d, cuts, call, room)
             elif op == is_launch:
                 code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
             elif op == is_hold:
@@ -102,10 +131,8 @@ def _loop(calls: Calls, attributes: tuple[int, int], note: Callable[..., None]) 
                 code = record(a, b)
             elif op == is_wait:
                 code = wait(a, b, 0)
-            elif op == is_write:
-                code = write(a, b, c, 0)
             else:
-                syscall(futex, a, wake, everybody, 0, a, b)
+                code = write(a, b, c, 0)
             if code != 0:
                 note(errors, owner, code)
 

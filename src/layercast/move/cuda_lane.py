@@ -5,15 +5,18 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from layercast.errors import OutOfMemory
 from layercast.move.cuda_driver import Driver
-from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, stretches, way_of
+from layercast.move.cuda_flights import CudaFlight, Mark, Tally
+from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
+from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, table_of
+from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
 
@@ -83,6 +86,8 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
+        self._word = driver.host_memory(4)
+        self.tally = Tally(self._word)
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -100,25 +105,27 @@ class Lane:
             self.driver.drop_event(tables.filled)
         for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
+        self.driver.drop_host_memory(self._word)
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    def way(self, rows: Rows) -> Way:
-        """How these rows are to move."""
+    def way(self, pieces: Sequence[Pieces]) -> Way:
+        """How these batches are to move; the first that has pieces stands for all."""
+        rows = rows_of([next((part for part in pieces if len(part)), Pieces.join([]))])
         # A launch has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        kernel = bool(self.staging.tables) and 24 * 2 * (len(rows) + 2) <= TABLE_BYTES
+        kernel = bool(self.staging.tables) and 24 * 2 * (sum(map(len, pieces)) + 2) <= TABLE_BYTES
         fits = bool(self.staging.slots) and int(rows.length.max(initial=0)) <= self.staging.slot_bytes
-        return way_of(rows, self.direction, self.costs, staging=fits, kernel=kernel)
+        way = way_of(rows, self.direction, self.costs, staging=fits, kernel=kernel)
+        if way is Way.ENGINE:
+            return way
+        every = rows_of(list(pieces))
+        fits = way is Way.KERNEL or int(every.length.max()) <= self.staging.slot_bytes
+        return way if fits and every.aligned and 24 * 2 * (len(every) + 2) <= TABLE_BYTES else Way.ENGINE
 
-    def start(self, program: Program, waits: list[int], way: Way) -> int:
-        """The first rows of a program: behind these events, and behind all that this lane did before.
-
-        Returns what `finish` wants back.
-        """
-        for stream in (self.copy, self.spread):
+    def start(self, program: Program, way: Way) -> int:
+        """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back."""
+        for stream in self._streams(way):
             program.wait(stream, self._tail)
-            for event in waits:
-                program.wait(stream, event)
         if way is not Way.ENGINE:
             self.staging.nth_tables += 1
             self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
@@ -126,23 +133,37 @@ class Lane:
             self._tables.used = 0
         return len(program.rows)
 
+    def wait(self, program: Program, way: Way, flight: CudaFlight | Mark) -> None:
+        """What moves next waits for a flight of another lane, or for the caller's compute."""
+        for stream in self._streams(way):
+            if isinstance(flight, Mark):
+                program.wait(stream, flight.event.handle)
+            else:
+                program.hold_until(stream, flight.wave.tally.address, flight.number)
+
     def hold_until(self, program: Program, address: int, way: Way) -> None:
         """What moves next waits for a word, on the stream that touches the blocks' memory first."""
         gathers = way is Way.STAGED and self.direction is Direction.DOWN
         program.hold_until(self.spread if gathers else self.copy, address)
 
-    def move(self, program: Program, rows: Rows, way: Way, *, pinned: bool) -> int:
-        """Add the rows' copies; the stream behind which they are complete. pinned: the device reaches both sides."""
-        if way is Way.ENGINE or not len(rows):
-            batched = pinned and self.driver.batches
-            program.copies(rows.target, rows.source, rows.length, self.copy, batched=batched, whole=True)
+    def move(self, program: Program, pieces: Pieces, way: Way, *, pinned: bool) -> int:
+        """Add one batch's copies; the stream behind which they are complete. pinned: the device reaches both sides."""
+        if way is Way.ENGINE or not len(pieces):
+            program.copies(pieces, self.copy, batched=pinned and self.driver.batches)
             return self.copy
+        rows = rows_of([pieces])
         if way is Way.KERNEL:
             grid = LOCAL_GRID if self.direction is Direction.LOCAL else GRID[way]
             self._launch(program, rows, rows.source, rows.target, grid, self.copy)
             return self.copy
         self._staged(program, rows)
         return self.spread if self.direction is Direction.UP else self.copy
+
+    def skip(self, number: int) -> None:
+        """Count a batch that will not be moved, so that no stream waits for it for ever."""
+        self.driver.check("cuStreamWaitEvent", self.driver.calls.wait(self.copy, self._tail, 0))
+        self.driver.stream_writes_value(self.copy, self.tally.address, number)
+        self.driver.record(self._tail, self.copy)
 
     def finish(self, program: Program, started: int, stream: int) -> None:
         """The last rows of a program, and the upload of its tables before the first that reads one."""
@@ -153,7 +174,8 @@ class Lane:
             del program.rows[started:]
             program.owner = EVERYBODYS
             one = np.ones(1, np.int64)
-            program.copies(one * tables.device, one * tables.host, one * tables.used, self.copy, batched=False)
+            upload = plain_pieces(one * tables.device, one * tables.host, one * tables.used)
+            program.copies(upload, self.copy, batched=False)
             program.record(tables.filled, self.copy)
             program.wait(self.spread, tables.filled)
             program.rows += first
@@ -174,7 +196,8 @@ class Lane:
             length = np.add.reduceat(part.length, heads)
             if up:
                 program.wait(self.copy, slot.free)
-                program.copies(staged[heads], part.source[heads], length, self.copy, batched=self.driver.batches)
+                longer = plain_pieces(staged[heads], part.source[heads], length)
+                program.copies(longer, self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
                 self._launch(program, part, staged, part.target, GRID[Way.STAGED], self.spread)
                 program.record(slot.free, self.spread)
@@ -182,9 +205,14 @@ class Lane:
                 program.wait(self.spread, slot.free)
                 self._launch(program, part, part.source, staged, GRID[Way.STAGED], self.spread)
                 self._hand_over(program, self.spread, self.copy)
-                program.copies(part.target[heads], staged[heads], length, self.copy, batched=self.driver.batches)
+                longer = plain_pieces(part.target[heads], staged[heads], length)
+                program.copies(longer, self.copy, batched=self.driver.batches)
                 program.record(slot.free, self.copy)
             first = last
+
+    def _streams(self, way: Way) -> tuple[int, ...]:
+        """The streams that this way uses."""
+        return (self.copy, self.spread) if way is Way.STAGED else (self.copy,)
 
     def _launch(self, program: Program, rows: Rows, source: Ints, target: Ints, grid: int, stream: int) -> None:
         assert self.kernel is not None

@@ -17,14 +17,21 @@ from layercast.move.flights import HostFlight, first_error
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What to run for a flight. `run` ends the flight, or sees to it that it is ended later."""
+    """What to run for some flights. `run` ends them, or sees to it that they are ended later, the last one last."""
 
-    flight: HostFlight
+    flights: Sequence[HostFlight]
     run: Callable[[float], None]
     after: tuple[Flight, ...]
     keep: tuple[object, ...]
+    queued: Callable[[], None]
     missing: int = 0
     ready_at: float = field(default_factory=time.monotonic)
+
+    def fail(self, error: BaseException) -> None:
+        """End those that have not ended."""
+        for flight in self.flights:
+            if not flight.done:
+                flight.fail(error)
 
 
 class Line:
@@ -41,17 +48,19 @@ class Line:
 
     def submit(
         self,
-        flight: HostFlight,
+        flights: Sequence[HostFlight],
         run: Callable[[float], None],
         after: Sequence[Flight] = (),
         keep: Sequence[object] = (),
+        queued: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run `run(ready_at)` on the thread once all of `after` have ended; it ends `flight`. Never blocks.
+        """Run `run(ready_at)` on the thread once all of `after` have ended; it ends `flights`. Never blocks.
 
-        ready_at: seconds of time.monotonic at which nothing but this line held the job back.
-        If one of `after` failed, `flight` fails with its error and `run` is not called. Raises Refused once closed.
+        ready_at: seconds of time.monotonic at which nothing but this line held the job back. queued: called as the job
+        joins the queue, in the order of the queue.
+        If one of `after` failed, `flights` fail with its error and `run` is not called. Raises Refused once closed.
         """
-        job = _Job(flight, run, tuple(after), tuple(keep))
+        job = _Job(flights, run, tuple(after), tuple(keep), queued)
         with self._changed:
             if self._closed:
                 raise Refused("this mover is closed; make a new one")
@@ -76,7 +85,7 @@ class Line:
             abandoned, self._parked = self._parked, set()
         late = DeadlineExceeded(f"the mover was closed and what this copy waits for has not ended in {timeout_s:g} s")
         for job in abandoned:
-            job.flight.fail(late)
+            job.fail(late)
         self._jobs.put(None)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if abandoned or self._thread.is_alive():
@@ -95,14 +104,14 @@ class Line:
             self._parked.clear()
         error = BrokenInvariant(f"{self._thread.name} has ended, so nothing is copied any more; restart the engine")
         for job in lost:
-            if not job.flight.done:
-                job.flight.fail(error)
+            job.fail(error)
 
     def _enqueue(self, job: _Job) -> None:
         """With the lock held, so that `_queued` has the order of the queue."""
         job.ready_at = time.monotonic()
-        self._queued[job.flight] = job
-        job.flight.then(self._forget)
+        self._queued[job.flights[-1]] = job
+        job.queued()
+        job.flights[-1].then(self._forget)
         self._jobs.put(job)
 
     def _arrived(self, job: _Job) -> None:
@@ -126,10 +135,9 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]", died: Callable[[], None]) -> N
                 if error is None:
                     job.run(job.ready_at)
                 else:
-                    job.flight.fail(error)
+                    job.fail(error)
             except Exception as error:  # noqa: BLE001  one job's trouble is its own
-                if not job.flight.done:
-                    job.flight.fail(error)
+                job.fail(error)
             del job  # what it keeps must not live until the next job comes
     finally:
         died()
