@@ -1,13 +1,15 @@
-"""What loads and forwards have cost lately, for the policy.
+"""What loads and forwards have cost lately, and the policy with that knowledge.
 
-Does not know requests, blocks, or what is decided. The clock is handed in.
+Does not know requests, keys or tables. The clock is handed in.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
-from layercast.plan.policy import Estimate
+from layercast.config import Config
+from layercast.plan.policy import Company, Decision, Estimate, Hit, Rules, decide
+from layercast.spec.groups import GroupSpec
 
 KEPT = 32
 LARGE = 64
@@ -49,3 +51,34 @@ class Rates:
             return None
         link = sum(nbytes for nbytes, _ in self._loads) / sum(seconds for _, seconds in self._loads)
         return Estimate(link, median(self._token_s), min(self._forward_s))
+
+
+class Chooser:
+    """Decides on hits. block_bytes: of one block of each group on a rank. in_forward: as in `policy.Rules`."""
+
+    def __init__(
+        self,
+        config: Config,
+        specs: Sequence[GroupSpec],
+        block_bytes: Sequence[int],
+        in_forward: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rates = Rates(clock)
+        self._block_bytes = tuple(block_bytes) or (0,) * len(specs)
+        self._rules = Rules(
+            threshold=config.kv_recompute_threshold,
+            use_layerwise=config.use_layerwise,
+            window=config.layerwise_window,
+            layers=sum(len(spec.layers) for spec in specs),
+            exposed_s=config.layerwise_exposed_ms / 1000,
+            in_forward=in_forward,
+        )
+
+    def nbytes(self, needed: Sequence[Sequence[int]]) -> int:
+        """Bytes of these blocks of each group."""
+        return sum(len(blocks) * size for blocks, size in zip(needed, self._block_bytes, strict=True))
+
+    def decide(self, hit: Hit, company: Company) -> Decision:
+        """What becomes of a hit."""
+        return decide(hit, self._rules, company, self.rates.estimate)

@@ -13,7 +13,7 @@ import msgspec
 
 from layercast.config import Config
 from layercast.control.directory import Directory, Lease, LeaseState, Reservation
-from layercast.control.rates import Rates
+from layercast.control.rates import Chooser
 from layercast.control.shelf import Absence
 from layercast.errors import BadBlocks, Full, Missing, NotCacheable
 from layercast.flow.orders import (
@@ -26,7 +26,7 @@ from layercast.flow.orders import (
     StepReport,
 )
 from layercast.observe.receipts import MissReason
-from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode, Rules, decide
+from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode
 from layercast.plan.prefix import usable_prefix
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
@@ -99,20 +99,11 @@ class SchedulerSide:
         in_forward: bool = True,
     ) -> None:
         self.directory = directory
-        self.rates = Rates(directory.clock)
         self.config = config
         self.specs = tuple(specs)
         self._identities = tuple(identities)
         self._shared_blocks = shared_blocks
-        self._block_bytes = tuple(block_bytes) or (0,) * len(self.specs)
-        self._rules = Rules(
-            threshold=config.kv_recompute_threshold,
-            use_layerwise=config.use_layerwise,
-            window=config.layerwise_window,
-            layers=sum(len(spec.layers) for spec in specs),
-            exposed_s=config.layerwise_exposed_ms / 1000,
-            in_forward=in_forward,
-        )
+        self.chooser = Chooser(config, specs, block_bytes, in_forward, directory.clock)
         self._names: dict[str, list[list[bytes]]] = {}
         self._leases: dict[str, tuple[Lease, list[list[bytes]]]] = {}
         """Load order to its lease and the keys of the leased slots, by group."""
@@ -157,12 +148,12 @@ class SchedulerSide:
         hit = max(0, usable.tokens - local_tokens)
         if hit == 0:
             return Match(0, nothing, keys, NO_HIT, self._why(keys), coming)
-        nbytes = sum(len(needed) * size for needed, size in zip(usable.needed, self._block_bytes, strict=True))
-        rest = len(tokens) - usable.tokens
+        nbytes, rest = self.chooser.nbytes(usable.needed), len(tokens) - usable.tokens
         rest = rest if most_rest is None else min(rest, most_rest)
-        decision = decide(Hit(hit, nbytes, rest), self._rules, company, self.rates.estimate)
+        decision = self.chooser.decide(Hit(hit, nbytes, rest), company)
         if decision.mode is Mode.RECOMPUTE:
-            why = MissReason.BELOW_THRESHOLD if hit < self._rules.threshold else MissReason.FASTER
+            short = hit < self.config.kv_recompute_threshold
+            why = MissReason.BELOW_THRESHOLD if short else MissReason.FASTER
             return Match(0, nothing, keys, decision, why, coming)
         return Match(usable.tokens, usable.needed, keys, decision, None, coming, nbytes)
 
@@ -226,7 +217,7 @@ class SchedulerSide:
         loads = tuple(map(self._judged, report.loads))
         for load in loads:
             if load.end is LoadEnd.LANDED:
-                self.rates.loaded(load.nbytes, load.transfer_s)
+                self.chooser.rates.loaded(load.nbytes, load.transfer_s)
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
         failed = tuple(sorted(overdue.union(report.failed)))
         if failed:

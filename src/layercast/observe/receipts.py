@@ -31,9 +31,10 @@ class MissReason(StrEnum):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to one request's KV.
 
-    Tokens: prompt = computed + loaded. nbytes: payload that moved over `layers` layers. window: layers moved together
-    (0 = all). transfer_s: from the first byte's start to the last one's landing; exposed_s: the part of it that the
-    forward waited for; both in seconds. verified: every landed layer's digest was compared and equal.
+    Tokens: prompt = computed + loaded. nbytes: payload that moved over `layers` layers. mode: how it was loaded, in
+    windows of `window` layers (0 = all); reason: why so, or why it was computed. transfer_s: from the first byte
+    to the last one's landing; exposed_s: the part of it that the forward waited for; both in seconds. verified: every
+    landed layer's digest was compared and equal.
     """
 
     request: str
@@ -44,7 +45,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 0
     layout: str = ""
     tier: str = ""
+    mode: str = ""
     window: int = 0
+    reason: str = ""
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     verified: bool = False
@@ -63,12 +66,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         if self.miss is not None:
             tail = f"nothing loaded: {self.miss}"
         elif self.loaded_tokens:
-            check = "verified" if self.verified else "not verified"
+            check = ("" if self.verified else "not ") + "verified"
             hidden = "" if self.overlap is None else f", {self.overlap:.0%} hidden behind compute"
-            tail = (
-                f"{self.loaded_tokens} loaded from {self.tier} ({self.nbytes:,} bytes, {self.layers} layers{hidden}, "
-                f"{check})"
-            )
+            how = f", {self.mode}" if self.mode else ""
+            moved = f"{self.nbytes:,} bytes, {self.layers} layers{hidden}, {check}"
+            tail = f"{self.loaded_tokens} loaded from {self.tier}{how} ({moved})"
         else:
             tail = "nothing loaded"
         return f"{head}, {tail}" + (f" ({self.detail})" if self.detail else "")

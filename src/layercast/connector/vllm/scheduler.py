@@ -6,7 +6,7 @@ Does not know tensors, addresses or how bytes move.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -26,7 +26,7 @@ from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import TIER, Tracked, wishes_of
-from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
@@ -138,7 +138,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if order is None:
             self._lost(known, match, tables)
             return
-        known.loading = order.id
+        known.order, known.loading = order, order.id
         self._drain_until_s = time.monotonic() + DRAIN_S
         self._holds.hold(order.id, order.pairs)
         if known.parked:
@@ -157,6 +157,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         known.failed = True
         if known.parked:
             self._due.lost_requests.add(known.request.request_id)
+        else:
+            self._due.misled.add(known.request.request_id)
         if not (known.parked and TELLS_FAILED_REQUESTS):
             self._due.lost_blocks.update(
                 block for table, needed in zip(tables, match.needed, strict=True) for i in needed if (block := table[i])
@@ -181,8 +183,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             before = known.request.num_computed_tokens
             known.failed = False
             known.reading = self._tables.of(name)[0] if known.loading is not None else ()
-            if not self._due.lost_blocks:  # else nobody knows what this forward computes from what
-                self._save(known, before, before + tokens)
+            self._save(known, before, before + tokens)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
         if self._due.empty:
             return NOTHING
@@ -205,6 +206,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             if name in scheduled:
                 known.parked = False
                 if known.failed:
+                    self._due.misled.add(name)
                     self._due.lost_blocks.update(block for pair in order.pairs for block in pair.blocks)
                 del coming[name]
 
@@ -242,7 +244,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         reading = known.loading is not None and request.status not in ANSWERED
         if not (reading or known.failed):
             self._save(known, request.num_computed_tokens, request.num_computed_tokens, block_ids)
-        if reading and self._background:
+        if reading and known.parked:
             self._due.aborts.append(request.request_id)
         elif reading:  # nobody may find what the step in flight makes of a load that may yet fail
             self._holds.doubt(block_ids[0])
@@ -261,9 +263,10 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle what the workers report."""
-        for request in connector_output.failed_recving or ():
+        for request in failed_requests(connector_output):
             self._drain_until_s = time.monotonic() + DRAIN_S
             self._distrust(request)
+            self._due.aborts.append(request)  # on other ranks it may still be under way
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, Reports) and found.facts:
             self._meet(dict(found.facts))
@@ -347,6 +350,7 @@ class Due:
         self.aborts: list[str] = []
         self.lost_blocks: set[int] = set()
         self.lost_requests: set[str] = set()
+        self.misled: set[str] = set()
 
     @property
     def empty(self) -> bool:
@@ -371,7 +375,7 @@ class Due:
             aborts=tuple(self.aborts),
             joins=tuple(self.joins),
         )
-        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests))
+        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
 
 
 def _tables(block_ids: Sequence[Sequence[int]]) -> list[Table]:

@@ -11,8 +11,9 @@ import msgspec
 from vllm.v1.request import Request
 
 from layercast.control.scheduler import Match
-from layercast.flow.orders import LoadEnd, LoadOutcome
+from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome
 from layercast.observe.receipts import MissReason, Receipt
+from layercast.plan.policy import NO_HIT, Decision
 from layercast.spec.keys import Extra
 
 TIER = "host"
@@ -39,6 +40,11 @@ class Tracked:
     promised: int = 0
     asked_s: float | None = None
     """When it was first told to ask again."""
+    decision: Decision = NO_HIT
+    order: LoadOrder | None = None
+    """Its last load."""
+    parked: bool = False
+    """Whether it waits, or waited last, in the background."""
     loading: str | None = None
     reading: Sequence[int] = ()
     """Its blocks in the step that reads what is being loaded."""
@@ -72,6 +78,9 @@ class Tracked:
             nbytes=0 if load is None else load.nbytes,
             layers=0 if load is None else load.layers,
             tier=TIER if landed else "",
+            mode=self.decision.mode if self.promised else "",
+            window=self.decision.window,
+            reason=self.decision.reason,
             transfer_s=0.0 if load is None else load.transfer_s,
             exposed_s=0.0 if load is None else load.exposed_s,
             verified=load is not None and load.verified,

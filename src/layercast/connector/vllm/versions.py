@@ -17,6 +17,7 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -53,6 +54,12 @@ def drops_last_block(drafts: SpeculativeConfig | None) -> bool:
     if drafts is None:
         return False
     return bool(drafts.use_eagle_block_drop() if hasattr(drafts, "use_eagle_block_drop") else drafts.use_eagle())
+
+
+def failed_requests(output: KVConnectorOutput) -> Iterable[str]:
+    """Requests whose background loads have failed on some rank, in versions that tell."""
+    found: Iterable[str] = getattr(output, "failed_recving", None) or ()
+    return found
 
 
 def extra_keys(request: Request, start: int, end: int, medium: int) -> tuple[list[tuple[object, ...]], int]:

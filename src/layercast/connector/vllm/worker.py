@@ -22,7 +22,7 @@ from layercast.connector.vllm.stats import FULL_GRAPH_STEPS, Stats
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, TransferResults, by_layer
 from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
-from layercast.flow.orders import LoadEnd, LoadOrder, StepOrders, StepReport
+from layercast.flow.orders import LoadEnd, LoadOrder, ReceiveOrder, StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
 from layercast.observe.timeline import OFF, Timeline
 
@@ -69,7 +69,8 @@ class WorkerHooks(KVConnectorBase_V1):
         opened = open_worker(found.layout, self.config, keep=keep, link_gbps=self.link_gbps, timeline=self.timeline)
         self._worker = self._closing.enter_context(opened)
         specs = tuple(group.spec for group in found.layout.groups)
-        self._handshake = Handshake(WorkerFacts(specs, found.identities, self._worker.ways.slots))
+        sizes = tuple(group.block_bytes for group in found.layout.groups)
+        self._handshake = Handshake(WorkerFacts(specs, found.identities, self._worker.ways.slots, sizes))
         self._rank = get_tensor_model_parallel_rank()
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
@@ -87,6 +88,8 @@ class WorkerHooks(KVConnectorBase_V1):
         if self._step is not None:  # the last forward raised, and nothing of it was ended
             self._end()
         self._failed_blocks |= connector_metadata.lost_blocks
+        if connector_metadata.misled:
+            self._note(StepReport(-1, connector_metadata.misled))
         orders = connector_metadata.orders
         if orders is not None and not orders.loads:
             self._begin(orders)
@@ -194,10 +197,10 @@ class WorkerHooks(KVConnectorBase_V1):
         assert self._step is not None
         self._step.judge()
         self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
-        ended, self._step = self._step.end(), None
+        reads, ended, self._step = self._step.reads, self._step.end(), None
         news = tuple(request for request in ended.failed if request not in self._failed)
         self._note(msgspec.structs.replace(ended, failed=news))
-        self._fail(news)
+        self._fail(news, reads)
 
     def _judge(self) -> None:
         """Report the loads that the model itself has read, or should have; raises as `_end`."""
@@ -205,12 +208,13 @@ class WorkerHooks(KVConnectorBase_V1):
         failed = self._step.judge(self._target)
         self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
         self._note(self._worker.report(self._orders.step, failed))
-        self._fail(failed)
+        self._fail(failed, self._step.reads)
 
-    def _fail(self, requests: Sequence[str]) -> None:
+    def _fail(self, requests: Sequence[str], reads: Sequence[LoadOrder | ReceiveOrder]) -> None:
+        """reads: the loads that the forward waited for."""
         self._failed.update(requests)
-        for load in self._orders.loads:
-            if load.request in requests:
+        for load in reads:
+            if load.request in requests and isinstance(load, LoadOrder):
                 self._failed_blocks |= _blocks(load)
 
     def _note(self, report: StepReport) -> None:
