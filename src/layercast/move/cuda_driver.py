@@ -178,6 +178,13 @@ class Driver:
         return bytes(raw).hex()
 
     @property
+    def pci(self) -> str:
+        """Its address on the PCI bus, such as 0000:3b:00.0."""
+        text = ctypes.create_string_buffer(32)
+        self.check("cuDeviceGetPCIBusId", self._lib.cuDeviceGetPCIBusId(text, len(text), self._handle))
+        return text.value.decode()
+
+    @property
     def version(self) -> int:
         """The driver's CUDA version: 13000 is 13.0."""
         version = ctypes.c_int()
