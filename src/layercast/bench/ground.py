@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from layercast.move.cuda import CudaMover
 from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
-from layercast.move.cuda_pin import Pinning
+from layercast.move.cuda_pin import Pinning, near
 from layercast.move.cuda_ways import Way, only
 from layercast.move.kernels.pieces import PieceKernel, compiled
 from layercast.plan.pieces import Pieces, Route, route_between
@@ -117,7 +118,7 @@ class Ground:
     slots: Ints
     loading: Route
     saving: Route
-    pin_times: dict[str, float]
+    about: str
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +188,8 @@ def ground(device: Device, shape: Shape, tokens: int) -> Iterator[Ground]:
     size = (blocks + blocks // 4, shape.block_bytes // 2)
     pools = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(shape.layers)]
     engine, began = engine_layout(shape, pools), time.perf_counter()
-    slab = Slab.create(engine, slab_bytes(engine, (blocks,)))
+    with near(device.driver.pci) as node:
+        slab = Slab.create(engine, slab_bytes(engine, (blocks,)))
     faulted = time.perf_counter()
     base = slab.layout.groups[0].planes_of(0)[0].base
     pinning = Pinning(device.driver, base, len(slab.owner))
@@ -195,12 +197,16 @@ def ground(device: Device, shape: Shape, tokens: int) -> Iterator[Ground]:
         pinning.wait(SOON_S)
         if pinning.refusal:
             raise Refused(pinning.refusal)
-        times = {"bytes": len(slab.owner), "fault s": faulted - began, "pin s": time.perf_counter() - faulted}
+        pinned = time.perf_counter()
+        about = (
+            f"slab: {len(slab.owner) / 2**30:.2f} GiB in {faulted - began:.2f} s, pinned in {pinned - faulted:.2f} s; "
+            f"{huge_bytes(base) / len(slab.owner):.0%} in huge pages; NUMA node {node if node >= 0 else 'only one'}"
+        )
         choose = np.random.default_rng(0)
         ids, slots = choose.permutation(size[0])[:blocks], choose.permutation(blocks)
         ours, theirs = slab.layout.groups[0], engine.groups[0]
         routes = (route_between(ours, theirs), route_between(theirs, ours))
-        made = Ground(device, shape, blocks, pools, slab, pinning, ids, slots, *routes, times)
+        made = Ground(device, shape, blocks, pools, slab, pinning, ids, slots, *routes, about)
         made.host[:] = choose.integers(-(2**31), 2**31, len(made.host), np.int32)
         yield made
     finally:
@@ -209,6 +215,19 @@ def ground(device: Device, shape: Shape, tokens: int) -> Iterator[Ground]:
         slab.close()
         pools.clear()
         torch.cuda.empty_cache()
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of this process's mapping at the address that lie in huge pages; 0 where the system does not say."""
+    smaps = Path("/proc/self/smaps")
+    inside = False
+    for line in smaps.read_text().splitlines() if smaps.is_file() else ():
+        first, _, rest = line.partition("-")
+        if rest and all(digit in "0123456789abcdef" for digit in first):
+            inside = int(first, 16) <= address < int(rest.split()[0], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def engine_layout(shape: Shape, pools: Sequence[torch.Tensor]) -> Layout:

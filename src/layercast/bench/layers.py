@@ -108,7 +108,7 @@ def quiet(
             "host us a layer": median([host for host, _ in runs]) * 1e3 / here.shape.layers,
             **spread("ms", [ms for _, ms in runs]),
         }
-    return Table(title=title, rows=rows, bar="GB/s", best="contiguous", checks=checks, absent=absent)
+    return Table(title=title, rows=rows, bar="GB/s", best="contiguous", checks=checks, absent=absent, note=here.about)
 
 
 def beside(here: Ground, title: str, ways: dict[str, Start], repeats: int, absent: dict[str, str]) -> Table:

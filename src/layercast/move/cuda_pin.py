@@ -4,14 +4,23 @@ What is not pinned yet moves all the same, by way of the driver's own buffers an
 Does not know what lies in the memory.
 """
 
+import ctypes
 import logging
+import os
+import platform
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from layercast.errors import DeadlineExceeded, LayercastError
 from layercast.move.cuda_driver import Driver
 
 SLICE_BYTES = 256 << 20
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_DEFAULT, _PREFERRED = 0, 1
 _log = logging.getLogger("layercast")
 
 
@@ -66,6 +75,50 @@ class Pinning:
             total = sum(nbytes for _, nbytes in self._slices)
             self.refusal = (
                 f"{self.pinned_bytes} of {total} bytes of host memory are pinned, then the system refused ({error}); "
-                "the rest works, slowly: lower host_bytes, or raise the limit on locked memory (ulimit -l)"
+                f"the rest works, slowly: lower host_bytes, or lock more memory (ulimit -l is {_limit()})"
             )
             _log.warning("%s", self.refusal)
+
+
+@contextmanager
+def near(pci: str, system: Path = Path("/sys")) -> Iterator[int]:
+    """What this thread faults in inside the block comes from the NUMA node of the device at this PCI address.
+
+    Where that node is full, from another. Yields the node; -1 where the machine has one only, or does not say.
+    """
+    node = _node_of(pci, system)
+    if node >= 0 and not _prefer(_PREFERRED, node):
+        _log.warning("host memory may lie far from the GPU: the system lets nobody choose a NUMA node (set_mempolicy)")
+        node = -1
+    try:
+        yield node
+    finally:
+        if node >= 0:
+            _prefer(_DEFAULT, 0)
+
+
+def _node_of(pci: str, system: Path) -> int:
+    """The device's node, -1 where there is nothing to choose."""
+    if len(list((system / "devices/system/node").glob("node[0-9]*"))) < 2:
+        return -1
+    try:
+        return int((system / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _prefer(policy: int, node: int) -> bool:
+    """Whether the system took the calling thread's policy for new memory."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None or not hasattr(os, "sched_getaffinity"):
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << node % 64
+    arguments = (mask, ctypes.c_ulong(64 * len(mask))) if policy else (None, ctypes.c_ulong(0))
+    return bool(ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_int(policy), *arguments) == 0)
+
+
+def _limit() -> str:
+    """The limit on locked memory, as `ulimit -l` shows it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
