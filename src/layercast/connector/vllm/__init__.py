@@ -1,4 +1,6 @@
-"""vLLM (0.26 and later): the scheduler and worker hooks of its KV connectors, translated into orders and steps."""
+"""vLLM (0.26 to 0.33): the scheduler and worker hooks of its KV connectors, translated into orders and steps."""
+
+import logging
 
 NAME, MODULE = "LayercastConnector", "layercast.connector.vllm.connector"
 
@@ -9,3 +11,12 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    _join_log()
+
+
+def _join_log() -> None:
+    """Let vLLM's log carry ours, receipts among it, unless somebody has set our logger up."""
+    ours, theirs = logging.getLogger("layercast"), logging.getLogger("vllm")
+    if ours.level == logging.NOTSET and not ours.handlers:
+        ours.setLevel(theirs.level)
+        ours.handlers = theirs.handlers
