@@ -16,7 +16,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.connector.vllm.metadata import Reports
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
+from layercast.plan.policy import ALONE
 
 PROMPTS, TOKENS, LIMIT = 6, 12, 3000
 BLOCKS, LENGTH, CHUNK = 19, 320, 64
@@ -50,7 +52,7 @@ class Forwards:
 
     def __init__(self, draw, positions, faults):
         self.draw, self.positions, self.faults = draw, positions, faults
-        self.kv, self.slots, self.requests, self.loads = {}, {}, {}, 0
+        self.kv, self.slots, self.requests, self.coming, self.loads = {}, {}, {}, [], 0
 
     def run(self, output):
         """The step's tokens, and what the connector's workers report."""
@@ -58,7 +60,11 @@ class Forwards:
         orders = output.kv_connector_metadata.orders
         report, lost = ([], [], set()), set(output.kv_connector_metadata.lost_blocks)
         for load in orders.loads if orders else ():
-            self._load(load, report, lost)
+            report[2].update(self._load(load, report[0], lost))
+        self.coming += orders.background if orders else ()
+        landing = [load for load in self.coming if self.draw.random() < 0.5]
+        self.coming = [load for load in self.coming if load not in landing]
+        failed = {name for load in landing for name in self._load(load, report[0], lost)}
         sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
         for save in orders.saves if orders else ():
             for pair in save.pairs:
@@ -66,8 +72,15 @@ class Forwards:
                     self.slots[slot] = [self.kv.get((block, at), 1) for at in range(BLOCK)]
             report[1].append(SaveOutcome(save.id, save.request, True, 1, 4, 0))
         told = StepReport(orders.step if orders else -1, tuple(report[2]), tuple(report[0]), tuple(report[1]))
-        meta = Reports(((0, told),)) if orders else None
-        return sampled, KVConnectorOutput(invalid_block_ids=lost, kv_connector_worker_meta=meta)
+        more = {"failed_recving": failed} if TELLS_FAILED_REQUESTS else {}
+        if TELLS_FAILED_REQUESTS:
+            lost -= {block for load in landing for pair in load.pairs for block in pair.blocks}
+        return sampled, KVConnectorOutput(
+            finished_recving={load.request for load in landing},
+            invalid_block_ids=lost,
+            kv_connector_worker_meta=Reports(((0, told),)),
+            **more,
+        )
 
     def _take(self, output):
         if self.positions:
@@ -89,7 +102,8 @@ class Forwards:
             if not self.positions:
                 request.computed = computed
 
-    def _load(self, load, report, lost):
+    def _load(self, load, outcomes, lost):
+        """One load; its request, if it fails."""
         bad = self.draw.random() < self.faults
         self.loads += 1
         for pair in load.pairs:
@@ -97,9 +111,8 @@ class Forwards:
                 for at in range(BLOCK):
                     self.kv[block, at] = self.draw.randrange(1 << 60) if bad else self.slots[slot][at]
                 lost |= {block} if bad else set()
-        report[0].append(LoadOutcome(load.id, load.request, LoadEnd.LOST if bad else LoadEnd.LANDED, 1, 4, True, 0, 0))
-        if bad:
-            report[2].add(load.request)
+        outcomes.append(LoadOutcome(load.id, load.request, LoadEnd.LOST if bad else LoadEnd.LANDED, 1, 4, True, 0, 0))
+        return [load.request] if bad else []
 
     def _compute(self, name, tokens):
         request = self.requests[name]
@@ -126,6 +139,8 @@ class Paper:
         self.scheduler.use_v2_model_runner = positions
         self.connector = self.scheduler.connector
         self.connector._meet({0: engine.hooks._handshake.facts})
+        company = self.connector._forwards.company
+        self.connector._forwards.company = lambda *rest: ALONE if draw.random() < 0.6 else company(*rest)
         self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults), depth, [], {}
         self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
 

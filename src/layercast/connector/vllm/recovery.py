@@ -42,8 +42,8 @@ def drop_in_flight(request: Request) -> None:
     """Deliver nothing of what a preempted request has in flight."""
     if _DROPS_STALE:
         request.drop_stale_output = True
-    else:
-        request.async_tokens_to_discard = int(request.num_output_placeholders > 0 and not request.is_prefill_chunk)
+    elif request.num_output_placeholders:  # none: there is nothing, or it was dropped when the request was restarted
+        request.async_tokens_to_discard = int(not request.is_prefill_chunk)
         request.num_output_placeholders = 0
 
 

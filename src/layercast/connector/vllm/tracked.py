@@ -47,7 +47,7 @@ class Tracked:
     """Whether it waits, or waited last, in the background."""
     loading: str | None = None
     reading: Sequence[int] = ()
-    """Its blocks in the step that reads what is being loaded."""
+    """Its blocks in its last step, where some request of that step reads what is being loaded."""
     failed: bool = False
     loaded: LoadOutcome | None = None
     """How its last load ended, on one rank."""
