@@ -32,6 +32,8 @@ class HostDevice:
         self.failing: dict[str, int] = {}
         self.memory: dict[int, tuple[int, int, np.ndarray]] = {}
         self.pinned: dict[int, int] = {}
+        self.elsewhere: set[int] = set()
+        """Addresses of memory that is another device's."""
         self.live: set[int] = set()
         self._lock = threading.Lock()
         self._last = 0
@@ -128,6 +130,11 @@ class HostDevice:
             return HOST
         kinds = [kind for base, (kind, size, _) in self.memory.items() if base <= address < base + size]
         return kinds[0] if kinds else PAGEABLE
+
+    def device_of(self, address: int) -> int:
+        return 1 if address in self.elsewhere else self.device
+
+    def reach(self, device: int) -> None: ...
 
     def _take(self, kind: int, nbytes: int) -> int:
         if nbytes > self.room:

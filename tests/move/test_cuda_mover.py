@@ -8,6 +8,7 @@ from layercast.errors import DeviceFailed, Missing
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_issue import compiled_issue, plain_issue
+from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_ways import Costs, Direction
 from layercast.move.flights import HostFlight
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
@@ -160,4 +161,21 @@ def test_memory_that_is_not_pinned_moves_piece_by_piece(device):
     mover.submit(pieces_of((at, target, 32), (at + 64, target + 64, 32))).wait(SOON_S)
     assert memory.read(target, 96) == b"\x07" * 32 + bytes(32) + b"\x07" * 32
     assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("far", ["source", "target"])
+def test_copies_between_devices_go_by_the_kernel_and_are_not_staged(device, far):
+    memory, mover = DeviceMemory(device, (DEVICE,)), mover_of(device, KERNELS)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, os.urandom(4096))
+    device.elsewhere.add(source if far == "source" else target)
+    before = mover.staging_bytes
+    rows = [(source + 64 * i, target + 4096 - 64 * (i + 1), 32) for i in range(64)]
+    mover.submit(pieces_of(*rows)).wait(SOON_S)
+    for from_, to, nbytes in rows:
+        assert memory.read(to, nbytes) == memory.read(from_, nbytes)
+    (launch,) = [entry for entry in device.log if entry[0] == "launch"]
+    assert launch[2] == GRID[Direction.PEER]
+    assert mover.staging_bytes == before
     mover.close(SOON_S)

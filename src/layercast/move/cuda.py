@@ -1,8 +1,8 @@
 """The mover of an NVIDIA GPU: whole steps of copies, issued by a thread of its own in one call.
 
-Each direction (host to device, device to host, inside a memory) has a thread that issues, a thread that ends flights,
-and keeps its order; across directions say `after`. Copies wait on the device for marks and for flights that the device
-has; the host waits for nothing but flights from elsewhere. Does not know layers, gates, requests or keys.
+Each direction (to the device, from it, inside it, between it and a peer) has a thread that issues, a thread that ends
+flights, and keeps its order; across directions say `after`. Copies wait on the device for marks and for flights that
+the device has; the host waits for nothing but flights from elsewhere. Does not know layers, gates, requests or keys.
 """
 
 import threading
@@ -14,6 +14,7 @@ import numpy as np
 
 from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
+from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, standing
 from layercast.move.cuda_issue import Issue, best_issue
@@ -83,14 +84,22 @@ class CudaMover(Mover):
         self._read_back = (0, 0)
 
     @classmethod
-    def of(cls, device: int = 0, staging_bytes: int = STAGING_BYTES) -> "CudaMover":
-        """A mover with all it can have on this machine. Raises Refused where there is no device."""
+    def of(cls, device: int = 0, staging_bytes: int = STAGING_BYTES, peers: Sequence[int] = ()) -> "CudaMover":
+        """A mover with all it can have on this machine, which chooses by what its links cost.
+
+        peers: other devices whose memory it may copy from and to. Measures a device or link it has not met before, for
+        a second or less. Raises Refused where there is no device, or no way from it to a peer's memory.
+        """
         driver = Driver(device)
         try:
             kernel = compiled(device)
         except Refused:
             kernel = None
-        return cls(driver, kernel, staging_bytes=staging_bytes)
+        mover = cls(driver, kernel, staging_bytes=staging_bytes)
+        for peer in peers:
+            driver.reach(peer)
+        prefer_measured(mover, kernel=kernel is not None, peers=[Driver(peer) for peer in peers])
+        return mover
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> CudaFlight:
         """Copy `pieces`, all in one direction, behind `after`. Returns at once. Raises Refused once closed."""
@@ -221,6 +230,10 @@ class CudaMover(Mover):
             return Direction.LOCAL
         self._driver.bind()
         up, down = (self._driver.kind_of(int(side[0])) == DEVICE for side in (first.target, first.source))
+        if up and down:
+            ends = (int(first.source[0]), int(first.target[0]))
+            elsewhere = any(self._driver.device_of(end) != self._driver.device for end in ends)
+            return Direction.PEER if elsewhere else Direction.LOCAL
         return Direction.LOCAL if up == down else Direction.UP if up else Direction.DOWN
 
     def _arm(self, direction: Direction) -> _Arm:

@@ -95,9 +95,11 @@ def prefer_measured(
     if found.keys() - kept.keys():
         write(path, msgspec.structs.replace(about, links={**kept, **found}))
         _log.info("copies measured in %.2f s: %s", time.perf_counter() - began, found)
-    costs = DEFAULT_COSTS | {Direction(name): costs for name, costs in found.items() if not name.startswith("peer")}
     links = [costs for name, costs in found.items() if name.startswith("peer")]
-    mover.prefer(costs | {Direction.PEER: min(links, key=lambda link: link.kernel_gbps)} if links else costs)
+    costs = {direction: found.get(direction, DEFAULT_COSTS[direction]) for direction in Direction}
+    costs[Direction.PEER] = min(links, key=lambda link: link.kernel_gbps, default=costs[Direction.PEER])
+    driver.bind()
+    mover.prefer(costs if peers else {d: cost for d, cost in costs.items() if d is not Direction.PEER})
 
 
 def read(path: Path, about: CostFile) -> Mapping[str, Costs]:

@@ -22,9 +22,9 @@ _log = logging.getLogger("layercast")
 
 SLOTS = 3
 """Parts of the staging buffer: one fills, one empties, one between them."""
-GRID = {Way.STAGED: 16, Way.KERNEL: 32}
+STAGED_GRID = 16
+GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 64}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model."""
-LOCAL_GRID = 64
 TABLES = 8
 """Programs under way at a time that use the kernel; one more waits for the first to end."""
 TABLE_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class Lane:
         self._tables: Tables | None = None
         if kernel is not None:
             self._take_tables()
-            if direction is not Direction.LOCAL and staging_limit:
+            if direction in (Direction.UP, Direction.DOWN) and staging_limit:
                 self._take_slots(staging_limit // SLOTS // 256 * 256)
 
     def close(self) -> None:
@@ -153,8 +153,7 @@ class Lane:
             return self.copy
         rows = rows_of([pieces])
         if way is Way.KERNEL:
-            grid = LOCAL_GRID if self.direction is Direction.LOCAL else GRID[way]
-            self._launch(program, rows, rows.source, rows.target, grid, self.copy)
+            self._launch(program, rows, rows.source, rows.target, GRID[self.direction], self.copy)
             return self.copy
         self._staged(program, rows)
         return self.spread if self.direction is Direction.UP else self.copy
@@ -199,11 +198,11 @@ class Lane:
                 longer = plain_pieces(staged[heads], part.source[heads], length)
                 program.copies(longer, self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
-                self._launch(program, part, staged, part.target, GRID[Way.STAGED], self.spread)
+                self._launch(program, part, staged, part.target, STAGED_GRID, self.spread)
                 program.record(slot.free, self.spread)
             else:
                 program.wait(self.spread, slot.free)
-                self._launch(program, part, part.source, staged, GRID[Way.STAGED], self.spread)
+                self._launch(program, part, part.source, staged, STAGED_GRID, self.spread)
                 self._hand_over(program, self.spread, self.copy)
                 longer = plain_pieces(part.target[heads], staged[heads], length)
                 program.copies(longer, self.copy, batched=self.driver.batches)
