@@ -161,6 +161,24 @@ def test_a_second_taker_of_a_ticket_writes_nothing_and_does_not_disturb_the_firs
         until(lambda: prefill.node.source.push(ticket.transfer).state is PushState.LANDED)
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_whoever_knows_the_secret_writes_nothing_without_having_taken_the_ticket(taken):
+    with sides(sockets=True) as (prefill, decode, _):
+        ticket = offered(decode)
+        if taken:
+            prefill.node.source.accept(ticket)
+            until(lambda: decode.node.target.push(ticket.transfer).peer is not None)
+        address = np.array([decode.bytes.arrays[0][THEIRS[0]].ctypes.data], "<i8").tobytes()
+        with stranger(ticket.address) as sock:
+            sock.sendall(encoded(Write(address, np.array([4], "<i8").tobytes())) + b"\xff" * 4)
+            until_closed(sock)
+        assert not decode.bytes.arrays[0].any()
+        if not taken:
+            prefill.node.source.accept(ticket)
+        send_rest(prefill, ticket)
+        until(lambda: prefill.node.source.push(ticket.transfer).state is PushState.LANDED)
+
+
 @pytest.mark.parametrize("over", ["expired", "forgotten", "unknown", "epoch"])
 def test_whoever_takes_a_ticket_that_is_over_is_told_at_once(over):
     with sides(push_timeout_s=10.0) as (prefill, decode, clock):
@@ -366,7 +384,7 @@ def test_a_ticket_that_can_not_be_is_refused_before_anybody_is_called(changes):
         ticket = offered(decode)
         with pytest.raises(Refused):
             prefill.node.source.accept(damaged(ticket, **changes))
-        assert not prefill.transport._ends
+        assert not prefill.transport._channels
         assert not prefill.node.source._pushes
 
 
@@ -376,7 +394,7 @@ def test_a_ticket_for_memory_of_another_shape_is_refused():
         less = msgspec.structs.replace(ticket.layout, groups=ticket.layout.groups[:1])
         with pytest.raises(Refused):
             prefill.node.source.accept(damaged(ticket, layout=less))
-        assert not prefill.transport._ends
+        assert not prefill.transport._channels
 
 
 def test_a_ticket_with_an_endless_life_ends_with_our_own():

@@ -12,7 +12,7 @@ from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket
 from layercast.control.push_states import LIVE, PushEvent, PushState
 from layercast.control.pushes import Engine, Push
 from layercast.control.ranges import block_ranges
-from layercast.errors import BadTransition, DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost
+from layercast.errors import BadTransition, DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost, Refused
 from layercast.flow.orders import ReceiveOrder
 from layercast.flow.receive import Arrival
 from layercast.move.base import Flight
@@ -24,7 +24,8 @@ class Incoming(Push):
     """A push that lands here."""
 
     arrival: Arrival = field(kw_only=True)
-    regions: list[Region] = field(kw_only=True)
+    regions: list[Region] = field(default_factory=list)
+    """Memory that is open to `peer`."""
 
 
 class PushTarget:
@@ -41,18 +42,19 @@ class PushTarget:
     def offer(self, request: str, tokens: int, blocks: Sequence[Sequence[int]]) -> PushTicket:
         """Offer blocks (of each group; -1 where none is wanted) to whoever computes the request's first `tokens`.
 
-        Raises Refused where a block is on offer already.
+        Nobody may write there before one connection has taken the ticket, and then it alone. Raises Refused where a
+        block is on offer already.
         """
         wanted = [[block for block in group if block >= 0] for group in blocks]
         engine = self._engine
         with self._lock:
+            self._refuse_twice(wanted)
             self._epochs += 1
             push = Incoming(
                 transfer=f"push-{token_hex(8)}",
                 epoch=self._epochs,
                 deadline=engine.clock() + engine.config.push_timeout_s,
                 arrival=Arrival(engine.layout, wanted, engine.mover, engine.config.verify),
-                regions=self._opened(wanted),
             )
             self._pushes[push.transfer] = push
         return PushTicket(
@@ -116,7 +118,7 @@ class PushTarget:
                     self._transport.notify(peer, encode(over))
                 return  # late: it speaks of an attempt that has gone
             if push.peer is None and isinstance(message, Taken):
-                push.peer = peer
+                self._open(push, peer)
             if isinstance(message, Aborted):
                 if push.peer == peer:
                     self._given_up(push, message.reason)
@@ -143,17 +145,19 @@ class PushTarget:
         for transfer in list(self._pushes):
             self.withdraw(transfer, "this instance is closing")
 
-    def _opened(self, blocks: Sequence[Sequence[int]]) -> list[Region]:
-        """The memory of these blocks, open to peers; all of it or none."""
-        regions: list[Region] = []
-        try:
-            for start, length in block_ranges(self._engine.layout, blocks):
-                regions.append(self._transport.register(start, length, self._engine.keep))
-        except LayercastError:
-            for region in regions:
-                self._transport.unregister(region)
-            raise
-        return regions
+    def _refuse_twice(self, wanted: Sequence[Sequence[int]]) -> None:
+        """Raises Refused where a block belongs to a push that may still be written."""
+        for push in self._pushes.values():
+            for group, (theirs, ours) in enumerate(zip(push.arrival.blocks, wanted, strict=True)):
+                if not push.quiet and not theirs.isdisjoint(ours):
+                    both = sorted(theirs.intersection(ours))[:8]
+                    raise Refused(f"blocks {both} of group {group} overlap {push.transfer}: wait until it is quiet")
+
+    def _open(self, push: Incoming, peer: Peer) -> None:
+        """Let `peer`, who has taken the ticket, write the blocks."""
+        push.peer = peer
+        for start, length in block_ranges(self._engine.layout, [sorted(group) for group in push.arrival.blocks]):
+            push.regions.append(self._transport.register(start, length, self._engine.keep, peer))
 
     def _given_up(self, push: Incoming, reason: str) -> None:
         """The peer writes no more of it."""

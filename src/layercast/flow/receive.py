@@ -28,7 +28,7 @@ class Arrival:
 
     def __init__(self, layout: Layout, blocks: Sequence[Sequence[int]], mover: Mover, verify: bool) -> None:
         self._layout = layout
-        self._blocks = [frozenset(group) for group in blocks]
+        self.blocks = [frozenset(group) for group in blocks]
         self._mover = mover
         self._verify = verify
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Arrival:
         """
         with self._lock:
             self._check(layer, blocks, digests)
-            came, offered = self._came[layer], self._blocks[self._layout.group_of(layer)]
+            came, offered = self._came[layer], self.blocks[self._layout.group_of(layer)]
             if layer in self._whole or (blocks and came.issuperset(blocks)):
                 return
             if not came.isdisjoint(blocks):
@@ -84,7 +84,7 @@ class Arrival:
     def _check(self, layer: int, blocks: Sequence[int], digests: bytes) -> None:
         if layer not in self.flights:
             raise Malformed(f"layer {layer} of a push: we hold layers {sorted(self.flights)}")
-        offered = self._blocks[self._layout.group_of(layer)]
+        offered = self.blocks[self._layout.group_of(layer)]
         if not offered.issuperset(blocks) or len(set(blocks)) != len(blocks):
             raise Malformed(f"layer {layer} of a push names blocks that were not offered, or one twice")
         if len(digests) != 8 * len(blocks) and (digests or self._verify):

@@ -70,7 +70,7 @@ class Side:
         self.at: Address = transport.serve(self.told)
         self.memory = HostMemory()
         self.base = self.memory.alloc(self.SIZE)
-        self.region = transport.register(self.base, self.SIZE, self.memory)
+        self.region = transport.register(self.base, self.SIZE, self.memory, None)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the registered memory."""
@@ -218,11 +218,31 @@ class TransportLaws:
         with pytest.raises(PeerLost):
             ours.transport.post(peer, writes_of((ours.base, theirs.base, 8))).wait(SOON_S)
 
+    def test_memory_opened_to_one_connection_is_written_by_no_other(self, make_side: Callable[..., Side]) -> None:
+        ours, theirs, third = make_side(), make_side(), make_side()
+        peer, other = ours.transport.connect(theirs.at, SOON_S), third.transport.connect(theirs.at, SOON_S)
+        ours.transport.notify(peer, b"this one").wait(SOON_S)
+        ((writer, _),) = theirs.told.messages
+        own = theirs.memory.alloc(64)
+        theirs.transport.register(own, 64, theirs.memory, writer)
+        for side in (ours, third):
+            side.memory.write(side.base, b"\xff" * 64)
+        # Neither a peer that knows the secret, nor the same process by another connection.
+        for side, link in ((third, other), (ours, ours.transport.connect(theirs.at, SOON_S))):
+            count = len(theirs.told.lost)
+            with pytest.raises(PeerLost):
+                side.transport.post(link, writes_of((side.base, own, 64))).wait(SOON_S)
+            theirs.told.wait_for(lambda told, count=count: len(told.lost) == count + 1)  # type: ignore[misc]
+            assert isinstance(theirs.told.lost[-1][1], Malformed)
+            assert theirs.memory.read(own, 64) == bytes(64)
+        ours.transport.post(peer, writes_of((ours.base, own, 64))).wait(SOON_S)
+        assert theirs.memory.read(own, 64) == b"\xff" * 64
+
     def test_memory_is_registered_once_and_is_not_empty(self, make_side: Callable[..., Side]) -> None:
         side = make_side()
         for address, nbytes in ((side.base, 1), (side.base - 8, 16), (side.base + Side.SIZE + 64, 0), (0, 8)):
             with pytest.raises(Refused):
-                side.transport.register(address, nbytes, None)
+                side.transport.register(address, nbytes, None, None)
 
     def test_writes_that_do_not_fit_together_are_refused(self, pair: tuple[Side, Side, Peer]) -> None:
         ours, theirs, peer = pair

@@ -5,7 +5,7 @@ they are in place. Does not know layers, blocks, requests or what a message says
 
 Laws (see `testing.TransportLaws`):
 - a message is handled after every write posted before it, to the same peer, is in place;
-- not one byte is written by a batch that names memory outside the registered regions, and its connection is dropped;
+- not one byte is written by a batch that names memory outside the regions open to its connection, which is dropped;
 - a ticket lands once the peer's memory holds the bytes (a message's: once it was handled), or fails; never neither;
 - posting never blocks: what a slow peer can't take is refused with Congested;
 - a peer is one life of one process: restarted on the same port, it is another peer.
@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from layercast.errors import BadSetting, Refused
 from layercast.landing import Landing
 
 Ints = npt.NDArray[np.int64]
@@ -95,8 +94,11 @@ class Transport(ABC):
         """Begin to accept peers. Call it once, before `connect`. Returns where we can be reached."""
 
     @abstractmethod
-    def register(self, address: int, nbytes: int, owner: object) -> Region:
-        """Let peers write to [address, address + nbytes). `owner` is kept alive meanwhile. Raises Refused."""
+    def register(self, address: int, nbytes: int, owner: object, writer: Peer | None) -> Region:
+        """Let `writer` alone write to [address, address + nbytes); None: whoever knows the secret. Raises Refused.
+
+        `owner` is kept alive meanwhile. The writer is one connection: a later one of the same process is another.
+        """
 
     @abstractmethod
     def unregister(self, region: Region) -> None:
@@ -133,30 +135,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self, timeout_s: float) -> None:
         """Drop every connection, end the threads, give the port back. Raises DeadlineExceeded."""
-
-
-def checked_secret(secret: bytes) -> bytes:
-    """The secret, if it is long enough. Raises BadSetting."""
-    if len(secret) < MIN_SECRET:
-        raise BadSetting(f"a secret of {len(secret)} bytes: at least {MIN_SECRET} are wanted")
-    return secret
-
-
-def checked_message(message: bytes) -> bytes:
-    """The message, if it is short enough. Raises Refused."""
-    if len(message) > MAX_MESSAGE:
-        raise Refused(
-            f"a message of {len(message)} bytes: at most {MAX_MESSAGE}; write it to registered memory instead"
-        )
-    return message
-
-
-def checked_writes(writes: Writes) -> Writes:
-    """The writes without empty pieces, as contiguous int64 arrays. Raises Refused where they do not fit together."""
-    arrays = [np.ascontiguousarray(array, np.int64) for array in (writes.local, writes.remote, writes.length)]
-    if len({array.shape for array in arrays}) != 1 or arrays[0].ndim != 1:
-        raise Refused(f"writes of {[array.shape for array in arrays]}: three arrays of one length are wanted")
-    length = arrays[2]
-    if len(length) and min(int(array.min()) for array in arrays) < 0:
-        raise Refused("a write has a negative address or length")
-    return Writes(*arrays) if length.all() else Writes(*(array[length > 0] for array in arrays))

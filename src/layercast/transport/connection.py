@@ -176,7 +176,7 @@ class Connection:
             return
         if isinstance(frame, Write):
             address, length = ranges_of(frame)
-            owners = self._regions.claim(address, length)  # before a byte is read; kept alive until all are
+            owners = self._regions.claim(self.peer, address, length)  # before a byte is read; kept alive until all are
             fill(self._sock, views(address, length))
             del owners
         else:

@@ -8,26 +8,14 @@ import hmac
 import itertools
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from layercast.errors import DeadlineExceeded, Malformed, PeerLost, Refused
-from layercast.transport.base import (
-    Address,
-    Handler,
-    Peer,
-    Region,
-    Ticket,
-    Transport,
-    Writes,
-    checked_message,
-    checked_secret,
-    checked_writes,
-)
+from layercast.errors import DeadlineExceeded, Malformed, PeerLost
+from layercast.transport.base import Address, Handler, Peer, Ticket, Writes
+from layercast.transport.channels import ChannelTransport
 from layercast.transport.ledger import Ledger
-from layercast.transport.regions import Regions
 
 _log = logging.getLogger("layercast.transport")
 
@@ -48,46 +36,85 @@ class _End:
         self.owner = owner
         self.peer = peer
         self.other: _End | None = None
+        self.told = owner.handler
         self.ledger = Ledger(owner.max_open_bytes, 4096)
 
+    def post(self, writes: Writes, keep: Sequence[object]) -> Ticket:
+        """Write to the peer's memory, on its thread."""
 
-class MemoryTransport(Transport):
+        def write(end: _End) -> None:
+            if len(writes.length):
+                owners = end.owner._regions.claim(end.peer, writes.remote, writes.length)
+                columns = (writes.local.tolist(), writes.remote.tolist(), writes.length.tolist())
+                for local, remote, length in zip(*columns, strict=True):
+                    ctypes.memmove(remote, local, length)
+                del owners
+
+        return self._enqueue(writes.nbytes, keep, write)
+
+    def notify(self, message: bytes) -> Ticket:
+        """Tell the peer's handler, on its thread."""
+
+        def tell(end: _End) -> None:
+            try:
+                end.told.on_message(end.peer, message)
+            except Exception:  # noqa: BLE001  one message's trouble is its own
+                _log.exception("the handler raised on a message of %s", end.peer)
+
+        return self._enqueue(len(message), (), tell)
+
+    def drop(self) -> None:
+        """End it on both sides."""
+        _lose(self, PeerLost("this side dropped the connection"))
+        _lose(self.other, PeerLost("the peer dropped the connection"))
+
+    def _enqueue(self, nbytes: int, keep: Sequence[object], work: Callable[["_End"], None]) -> Ticket:
+        ticket, arrival = Ticket(), self.other
+        assert arrival is not None
+        with self.ledger.changed:
+            refusal = self.ledger.refusal(nbytes)
+            if refusal is None:
+                self.ledger.open(ticket, nbytes, keep)
+                arrival.owner._jobs.put(lambda: arrival.arrive(self, work))
+        if refusal is not None:
+            ticket.fail(refusal)
+        return ticket
+
+    def arrive(self, sender: "_End", work: Callable[["_End"], None]) -> None:
+        """On our thread: one write or message of a peer."""
+        if self.ledger.error is not None:
+            return
+        try:
+            work(self)
+        except Malformed as error:
+            _log.error("dropping %s: %s", self.peer, error)
+            _lose(self, error)
+            _lose(sender, PeerLost("the peer dropped the connection; its log says why"))
+        else:
+            sender.ledger.settle(1)
+
+
+class MemoryTransport(ChannelTransport):
     """Peers in one process; each transport's thread writes what arrives and calls its handler."""
 
     def __init__(self, hub: MemoryHub, secret: bytes, *, max_open_bytes: int = 1 << 30) -> None:
-        self.max_open_bytes = max_open_bytes
-        self.incarnation = secrets.token_hex(16)
+        super().__init__(secret, max_open_bytes)
         self._hub = hub
-        self._secret = checked_secret(secret)
-        self._regions = Regions()
         self._port = next(hub.ports)
-        self._handler: Handler | None = None
-        self._ends: dict[Peer, _End] = {}
-        self._closed = False
+        self._channels: dict[Peer, _End] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="layercast-net-memory", daemon=True)
 
     def serve(self, handler: Handler) -> Address:
         """Begin to accept peers. Raises Refused the second time."""
-        if self._handler is not None or self._closed:
-            raise Refused("this transport serves already or is closed; make a new one")
-        self._handler = handler
+        self.begin_serving(handler)
         self._thread.start()
         self._hub.transports[self._port] = self
         return Address("memory", "", self._port, self.incarnation)
 
-    def register(self, address: int, nbytes: int, owner: object) -> Region:
-        """Let peers write there. Raises Refused where it is empty or overlaps another region."""
-        return self._regions.register(address, nbytes, owner)
-
-    def unregister(self, region: Region) -> None:
-        """Refuse writes there from now on."""
-        self._regions.unregister(region)
-
     def connect(self, address: Address, timeout_s: float) -> Peer:
         """A new connection. Raises PeerLost, Refused before `serve`."""
-        if self._handler is None or self._closed:
-            raise Refused("serve first: a connection needs its handler")
+        self.refuse_unless_serving()
         other = self._hub.transports.get(address.port)
         if other is None or address.incarnation not in ("", other.incarnation):
             raise PeerLost(f"nobody of that incarnation at port {address.port} of this hub")
@@ -96,88 +123,21 @@ class MemoryTransport(Transport):
         mine = _End(self, Peer(next(self._hub.numbers), other.incarnation))
         theirs = _End(other, Peer(next(self._hub.numbers), self.incarnation))
         mine.other, theirs.other = theirs, mine
-        self._ends[mine.peer], other._ends[theirs.peer] = mine, theirs
+        self._channels[mine.peer], other._channels[theirs.peer] = mine, theirs
         return mine.peer
-
-    def post(self, peer: Peer, writes: Writes, keep: Sequence[object] = ()) -> Ticket:
-        """Write to the peer's memory, on its thread. Never blocks."""
-        writes = checked_writes(writes)
-
-        def write(end: _End) -> None:
-            if len(writes.length):
-                owners = end.owner._regions.claim(writes.remote, writes.length)
-                columns = (writes.local.tolist(), writes.remote.tolist(), writes.length.tolist())
-                for local, remote, length in zip(*columns, strict=True):
-                    ctypes.memmove(remote, local, length)
-                del owners
-
-        return self._enqueue(peer, writes.nbytes, keep, write)
-
-    def notify(self, peer: Peer, message: bytes) -> Ticket:
-        """Send a message behind the writes. Never blocks."""
-        message = checked_message(message)
-
-        def tell(end: _End) -> None:
-            try:
-                end.owner._told.on_message(end.peer, message)
-            except Exception:  # noqa: BLE001  one message's trouble is its own
-                _log.exception("the handler raised on a message of %s", end.peer)
-
-        return self._enqueue(peer, len(message), (), tell)
-
-    def disconnect(self, peer: Peer) -> None:
-        """Drop the connection."""
-        end = self._ends.get(peer)
-        if end is not None:
-            _lose(end, PeerLost("this side dropped the connection"))
-            _lose(end.other, PeerLost("the peer dropped the connection"))
 
     def close(self, timeout_s: float) -> None:
         """Drop every connection and end the thread. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
         self._closed = True
         self._hub.transports.pop(self._port, None)
-        for peer in list(self._ends):
+        for peer in list(self._channels):
             self.disconnect(peer)
         if self._handler is not None:
             self._jobs.put(None)
             self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
                 raise DeadlineExceeded(f"{self._thread.name} is still busy, perhaps in its handler")
-
-    @property
-    def _told(self) -> Handler:
-        assert self._handler is not None
-        return self._handler
-
-    def _enqueue(self, peer: Peer, nbytes: int, keep: Sequence[object], work: Callable[[_End], None]) -> Ticket:
-        ticket = Ticket()
-        end = self._ends.get(peer)
-        if end is None or end.other is None:
-            ticket.fail(PeerLost("this peer is gone; connect again"))
-            return ticket
-        arrival = end.other
-        with end.ledger.changed:
-            refusal = end.ledger.refusal(nbytes)
-            if refusal is None:
-                end.ledger.open(ticket, nbytes, keep)
-                arrival.owner._jobs.put(lambda: arrival.owner._arrive(end, arrival, work))
-        if refusal is not None:
-            ticket.fail(refusal)
-        return ticket
-
-    def _arrive(self, sender: _End, arrival: _End, work: Callable[[_End], None]) -> None:
-        """On our thread: one write or message of a peer."""
-        if arrival.ledger.error is not None:
-            return
-        try:
-            work(arrival)
-        except Malformed as error:
-            _log.error("dropping %s: %s", arrival.peer, error)
-            _lose(arrival, error)
-            _lose(sender, PeerLost("the peer dropped the connection; its log says why"))
-        else:
-            sender.ledger.settle(1)
 
 
 def _lose(end: _End | None, error: Exception) -> None:
@@ -186,8 +146,8 @@ def _lose(end: _End | None, error: Exception) -> None:
         return
     told = error if isinstance(error, PeerLost) else PeerLost(f"this side dropped the connection: {error}")
     if end.ledger.lose(told):
-        end.owner._ends.pop(end.peer, None)
-        end.owner._jobs.put(lambda: end.owner._told.on_lost(end.peer, error))
+        end.owner._channels.pop(end.peer, None)
+        end.owner._jobs.put(lambda: end.told.on_lost(end.peer, error))
 
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -84,7 +84,7 @@ def test_an_engine_of_other_block_size_is_refused_by_name_and_one_of_other_strid
             prefill.submit(prompt, push=ticket)
         if field:
             assert (prefill.idle, prefill.pushes.pending) == (True, 0)
-            assert not prefill.pushes.node._transport._connections
+            assert not prefill.pushes.node._transport._channels
             decode.abort(ticket.request)
         finished(prefill)
         finished(decode)
