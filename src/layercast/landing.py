@@ -31,6 +31,10 @@ class Landing:
         """Why it failed, once it has ended; None if it landed or is still under way."""
         return self._error
 
+    def promised(self, timeout_s: float) -> bool:
+        """Never: on a host, whether it lands is known when it has ended. A device's flight says more."""
+        return False
+
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
         if not self._ended.wait(timeout_s):

@@ -33,17 +33,21 @@ class SlabMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The routes between an engine's memory and a slab, in both directions, and how batches are cut."""
+    """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
+
+    verify: whether what moves is hashed. What lies on a device is not: reading it back costs more than moving it.
+    """
 
     slab: SlabMemory
     config: Config
     layers: tuple[int, ...]
     saving: tuple[Route, ...]
     loading: tuple[Route, ...]
+    verify: bool
 
     @staticmethod
-    def between(engine: Layout, slab: SlabMemory, config: Config) -> "Ways":
-        """Routes between an engine's layout and a slab. Raises LayoutMismatch."""
+    def between(engine: Layout, slab: SlabMemory, config: Config, *, on_device: bool = False) -> "Ways":
+        """Routes between an engine's layout, whose memory may be a device's, and a slab. Raises LayoutMismatch."""
         pairs = list(zip(engine.groups, slab.layout.groups, strict=True))
         return Ways(
             slab,
@@ -51,6 +55,7 @@ class Ways:
             engine.layers,
             tuple(route_between(ours, theirs) for ours, theirs in pairs),
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
+            config.verify and not on_device,
         )
 
     @property
@@ -92,7 +97,7 @@ class Ways:
     ) -> list[Batch]:
         """One window's copies of one group; digests ride on the last batch, since movers keep order."""
         *parts, end = self._parts(plan, mine)
-        ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.config.verify]
+        ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.verify]
         last = Batch(run, run.id, window, end, tuple(ranges), after)
         if ranges:
             slots = plan.pairs()[0]
@@ -112,7 +117,7 @@ class Ways:
             if not mine:
                 continue
             *parts, end = self._parts(plan, mine)
-            ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.config.verify]
+            ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
             last = Batch(save, save.order.id, mine, end, tuple(ranges), (after,))
             save.places[last] = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
             batches += [*(Batch(save, save.order.id, mine, part, (), (after,)) for part in parts), last]

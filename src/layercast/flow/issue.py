@@ -2,6 +2,8 @@
 
 Batches are issued by whoever makes room: the caller that adds one, then the mover's own thread as flights end. So the
 forward's thread issues at most `depth` batches, and no thread exists for issuing alone. Loads go before saves.
+A mover of whole steps (a device's) is handed all that a forward waits for in one call, and all that one has saved:
+there `depth` bounds what goes in the background, behind which a newcomer has to wait.
 Does not know what a batch is for, gates or keys.
 """
 
@@ -71,6 +73,8 @@ class Issuer:
         self._loads: DeadlineQueue[Batch] = DeadlineQueue()
         self._saves: deque[Batch] = deque()
         self._in_flight = 0
+        self._behind: set[Batch] = set()
+        """Those in flight that no forward waits for."""
         self._pumping = False
         self.peak_in_flight = 0
 
@@ -118,25 +122,44 @@ class Issuer:
             if self._pumping:
                 return
             self._pumping = True
-        while (batch := self._next()) is not None:
-            self._submit(batch)
+        while batches := self._next():
+            pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
+            flights: Sequence[Flight]
+            try:
+                flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
+            except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
+                flights = [_failed_behind(landed(), error) for _ in batches]
+            for batch, flight in zip(batches, flights, strict=True):
+                self._follow(batch, flight)
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> list[Batch]:
         with self._lock:
-            if self._in_flight < self._depth:
-                batch = self._loads.pop() if self._loads else self._saves.popleft() if self._saves else None
-                if batch is not None:
-                    self._in_flight += 1
-                    self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
-                    return batch
-            self._pumping = False
-            return None
+            batches = self._room_for(self._loads.pop, self._loads) or self._room_for(self._saves.popleft, self._saves)
+            self._in_flight += len(batches)
+            self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
+            self._pumping = bool(batches)
+            return batches
 
-    def _submit(self, batch: Batch) -> None:
+    def _room_for(self, pop: Callable[[], Batch | None], queued: DeadlineQueue[Batch] | deque[Batch]) -> list[Batch]:
+        """The batches of a queue that may go now."""
+        whole, batches = self._mover.whole_steps, list[Batch]()
+        room = self._depth - (len(self._behind) if whole else self._in_flight)
+        while queued:
+            behind = isinstance(queued, DeadlineQueue) and queued.first_layer >= LAST
+            bounded = behind or not whole
+            if bounded and room <= 0:
+                break
+            batch = pop()
+            assert batch is not None
+            batches.append(batch)
+            room -= bounded
+            if behind:
+                self._behind.add(batch)
+        return batches
+
+    def _follow(self, batch: Batch, last: Flight) -> None:
         digests: list[DigestFlight] = []
-        last: Flight = landed()
         try:
-            last = self._mover.submit(batch.pieces, after=batch.after, keep=self._keep)
             for ranges in batch.digests:
                 last = digest = self._mover.digest(ranges, after=(last,))
                 digests.append(digest)
@@ -160,6 +183,7 @@ class Issuer:
                 self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
             self._in_flight -= 1
+            self._behind.discard(batch)
             self._lock.notify_all()
         self._pump()
 

@@ -112,12 +112,20 @@ class LoadRun:
         return self._bytes - self._moved
 
     def decided(self, layers: Collection[int], timeout_s: float) -> bool:
-        """Whether it has failed, or has landed and been checked in these layers; waits up to `timeout_s` seconds."""
+        """Whether it has failed, or nothing in these layers can be read too early or unchecked any more.
+
+        Waits up to `timeout_s` seconds.
+        """
+        due = set(layers)
+        for batch, flight in self.left().items():
+            if flight is not None and due & {*batch.layers}:
+                flight.promised(timeout_s)
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self.end is not None or not any(set(layers) & {*batch.layers} for batch in self._left),
-                timeout_s,
-            )
+            return self._changed.wait_for(lambda: self.end is not None or not self._open(due), timeout_s)
+
+    def _open(self, layers: Collection[int]) -> bool:
+        left = [flight for batch, flight in self._left.items() if set(layers) & {*batch.layers}]
+        return any(flight is None or not flight.promised(0) for flight in left)
 
     def submitted(self, batch: Batch, last: Flight) -> None:
         """A batch is with the mover."""

@@ -118,7 +118,7 @@ class Worker:
         saved = [save for save in self._saves if save.settled]
         self._loads = [run for run in self._loads if run not in landed]
         self._saves = [save for save in self._saves if save not in saved]
-        verify = self.ways.config.verify
+        verify = self.ways.verify
         return StepReport(
             step,
             tuple(failed),
@@ -209,6 +209,8 @@ class LayerStep:
         self._loads = loads
         self._saves = saves
         self._kept: list[tuple[PushOrder, int]] = []
+        self._ready: list[tuple[SaveRun, Sequence[int], Flight]] = []
+        """What a mover of whole steps is handed at the end: saves, their layers, and what these wait for."""
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
@@ -263,10 +265,19 @@ class LayerStep:
         ready = [save for save in self._saves if save.completes(layer, window)]
         if ready:
             after = self._worker.mover.mark()
-            for save in ready:
-                batches = self._worker.ways.save_batches(save, save.plans, window, after)
-                save.queue(batches)
-                self._worker.issuer.add_saves(batches)
+            self._ready += [(save, window, after) for save in ready]
+            if not self._worker.mover.whole_steps:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Issue what is ready to be saved, in the order in which it was written."""
+        every: list[Batch] = []
+        for save, window, after in self._ready:
+            batches = self._worker.ways.save_batches(save, save.plans, window, after) if save.error is None else []
+            save.queue(batches)
+            every += batches
+        self._ready = []
+        self._worker.issuer.add_saves(every)
 
     @property
     def reads(self) -> tuple[LoadOrder | ReceiveOrder, ...]:
@@ -295,6 +306,7 @@ class LayerStep:
             for save in self._saves:
                 save.swept += layer in save.missing()
             self._save(layer)
+        self._hand_over()
         failed = self.judge()
         for push, layer in self._kept:
             if push.request not in failed:

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from layercast.landing import Landing
 from layercast.plan.pieces import DigestRanges, Pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -34,6 +35,11 @@ class Flight(Protocol):
     @property
     def error(self) -> BaseException | None:
         """Why it failed, once it has ended; None if it landed or is still under way."""
+        ...
+
+    def promised(self, timeout_s: float) -> bool:
+        """Whether a device has it in its queue and has not refused it, so that whoever passes a gate behind it finds it
+        in place. What is still being handed over is waited for, up to `timeout_s` seconds."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -55,6 +61,23 @@ class Mover(ABC):
         If a flight in `after` failed, this one fails with the same error and copies nothing.
         """
 
+    def submit_all(
+        self, batches: Sequence[Pieces], *, after: Sequence[Sequence[Flight]] = (), keep: Sequence[object] = ()
+    ) -> Sequence[Flight]:
+        """Copy several batches in this order, each behind its own `after`; a flight for each. Returns at once.
+
+        What can't be submitted is a failed flight, and the others move all the same.
+        """
+        return [
+            self._submitted(pieces, behind, keep)
+            for pieces, behind in zip(batches, after or ((),) * len(batches), strict=True)
+        ]
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether batches want to be submitted many at a time, and what follows them is ordered by the device."""
+        return False
+
     @abstractmethod
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> "DigestFlight":
         """One uint64 a row of `ranges`: the 64-bit XXH3 of its ranges' bytes, joined in order."""
@@ -65,6 +88,14 @@ class Mover(ABC):
 
         On a CPU the caller's writes are done when it calls; on a device this is an event on the current stream.
         """
+
+    def _submitted(self, pieces: Pieces, after: Sequence[Flight], keep: Sequence[object]) -> Flight:
+        try:
+            return self.submit(pieces, after=after, keep=keep)
+        except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
+            failed = Landing()
+            failed.fail(error)
+            return failed
 
     @property
     @abstractmethod

@@ -183,6 +183,11 @@ class CudaMover(Mover):
         return Mark(self._driver, event, self._watch)
 
     @property
+    def whole_steps(self) -> bool:
+        """True: a step is handed over in one call."""
+        return True
+
+    @property
     def driver(self) -> Driver:
         """The device it works on."""
         return self._driver
@@ -191,6 +196,11 @@ class CudaMover(Mover):
     def staging_bytes(self) -> int:
         """Most bytes of device and pinned memory taken for staging since the start."""
         return self._staged
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether copies can go by a kernel."""
+        return self._kernel is not None
 
     def prefer(self, costs: dict[Direction, Costs]) -> None:
         """Choose ways by these costs from now on."""

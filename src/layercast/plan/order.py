@@ -37,6 +37,11 @@ class DeadlineQueue(Generic[Batch]):
     def __bool__(self) -> bool:
         return bool(self._layers)
 
+    @property
+    def first_layer(self) -> int:
+        """The layer of the batch that is to go next. Only where there is one."""
+        return min(self._layers)
+
     def push(self, batch: Batch, *, layer: int, owner: str) -> None:
         """Queue a batch for the layer that needs it (of a window: its first)."""
         owners = self._layers.setdefault(layer, _Turns()).of(owner)
