@@ -43,6 +43,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Most bytes in one batch handed to a mover; 0 = no limit."""
     host_bytes: int = msgspec.field(default_factory=_default_host_bytes)
     """Size of the slab, per rank."""
+    disk_path: str = ""
+    """Folder under the slab, which engines may share; what is saved is written behind to it. Empty: none."""
+    disk_bytes: int = 32 << 30
+    """Most bytes in that folder, per rank; the least recently used go first."""
     save_decode_cache: bool = True
     """Whether KV of generated tokens is saved."""
     discard_partial_chunks: bool = True
@@ -82,6 +86,7 @@ _LEAST = {
     "layerwise_max_transfer_blocks": 0,
     "layerwise_max_transfer_bytes": 0,
     "host_bytes": 1,
+    "disk_bytes": 1,
     "kv_recompute_threshold": 0,
     "layer_wait_ms": 1,
     "push_timeout_s": 0.001,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from math import inf
 
 import msgspec
 
@@ -115,6 +116,8 @@ class Directory:
         self._lease_s = lease_s
         self._ranks = ranks
         self._leases: OrderedDict[str, tuple[Lease, list[list[Block]]]] = OrderedDict()
+        self._kept: dict[str, tuple[Lease, list[list[Block]]]] = {}
+        """Leases without a deadline."""
         self._savings: OrderedDict[str, _Saving] = OrderedDict()
         self._numbers = count()
         self._counts: Counter[str] = Counter()
@@ -154,7 +157,7 @@ class Directory:
     @property
     def idle(self) -> bool:
         """Whether there is no lease and no reservation."""
-        return not self._leases and not self._savings
+        return not self._leases and not self._savings and not self._kept
 
     @property
     def stats(self) -> Stats:
@@ -165,7 +168,18 @@ class Directory:
             **{name: self._counts[name] for name in _COUNTED},
         )
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of each group, free or not."""
+        return tuple(shelf.table.slots for shelf in self._shelves)
+
     # ---- leases ----
+
+    def keep(self, request: str, wanted: Sequence[Keys]) -> Lease:
+        """As `lease`, but until it is released, for copies that take the time they need; counts as no hit."""
+        lease, blocks = self._pinned(request, wanted, inf)
+        self._kept[lease.id] = (lease, blocks)
+        return lease
 
     def lease(self, request: str, wanted: Sequence[Keys]) -> Lease:
         """Hold the blocks of `wanted`, keys of each group, where they are: all of them or none.
@@ -173,6 +187,12 @@ class Directory:
         Raises Missing with how many are absent and why.
         """
         self.expire(self.clock())
+        lease, blocks = self._pinned(request, wanted, self.clock() + self._lease_s)
+        self._leases[lease.id] = (lease, blocks)
+        self._counts["hits"] += sum(map(len, blocks))
+        return lease
+
+    def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> tuple[Lease, list[list[Block]]]:
         absences = Counter(
             why for shelf, keys in self._by_group(wanted) for key in keys if (why := shelf.absence(key)) is not None
         )
@@ -183,10 +203,7 @@ class Directory:
                 f"({_listed(absences)}); recompute them"
             )
         blocks = [shelf.pin(keys) for shelf, keys in self._by_group(wanted)]
-        lease = Lease(self._id("lease"), request, _slots(blocks), self.clock() + self._lease_s)
-        self._leases[lease.id] = (lease, blocks)
-        self._counts["hits"] += sum(map(len, blocks))
-        return lease
+        return Lease(self._id("lease"), request, _slots(blocks), deadline), blocks
 
     def renew(self, lease: Lease) -> None:
         """Give a lease its full time again. Raises Missing if it has ended."""
@@ -273,7 +290,7 @@ class Directory:
     def check(self) -> None:
         """Raise BrokenInvariant unless every slot, lease and reservation is accounted for."""
         for group, shelf in enumerate(self._shelves):
-            shelf.check(sum(len(blocks[group]) for _, blocks in self._leases.values()))
+            shelf.check(sum(len(blocks[group]) for _, blocks in [*self._leases.values(), *self._kept.values()]))
 
     # ---- inside ----
 
@@ -306,7 +323,7 @@ class Directory:
         self._counts["saves_failed"] += 1
 
     def _unpin(self, lease: Lease) -> None:
-        _, blocks = self._leases.pop(lease.id)
+        _, blocks = (self._kept if lease.id in self._kept else self._leases).pop(lease.id)
         for shelf, held in zip(self._shelves, blocks, strict=True):
             shelf.unpin(held)
 

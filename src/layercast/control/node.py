@@ -5,22 +5,27 @@ The only room that names a concrete backend.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from layercast.config import Config
+from layercast.control.backing import Backing
 from layercast.control.directory import Directory
 from layercast.control.pool import Pool
 from layercast.control.scheduler import SchedulerSide, WorkerFacts
 from layercast.errors import LayoutMismatch
 from layercast.flow.batches import Ways
+from layercast.flow.tier import Tier
 from layercast.flow.worker import NO_PEERS, Peers, Worker
 from layercast.move.base import Mover
 from layercast.move.cpu import CpuMover
 from layercast.move.gates import CpuGate
 from layercast.move.paced import PacedMover
 from layercast.observe.timeline import OFF, Timeline
-from layercast.spec.groups import Layout
+from layercast.spec.groups import GroupSpec, Layout
 from layercast.spec.keys import Identity
+from layercast.store.base import Store
+from layercast.store.folder import FolderStore
 from layercast.store.slab import Slab
 
 CLOSE_S = 10.0
@@ -35,8 +40,10 @@ def open_worker(
     link_gbps: float | None = None,
     peers: Peers = NO_PEERS,
     timeline: Timeline = OFF,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[Worker]:
-    """One rank's worker, for an engine whose caches are registered as `engine`.
+    """One rank's worker of `ranks`, for an engine whose caches are registered as `engine`.
 
     keep: what holds the engine's memory. link_gbps: pace copies to that
     many gigabits a second, to see overlap on a machine whose memory is faster than any link. Ends with everything
@@ -44,11 +51,29 @@ def open_worker(
     """
     slab = Slab.create(engine, config.host_bytes)
     mover: Mover = CpuMover() if link_gbps is None else PacedMover(CpuMover(), link_gbps)
-    try:
-        yield Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline)
-    finally:
-        mover.close(CLOSE_S)
-        slab.close()
+    with ExitStack() as closing:
+        closing.callback(slab.close)
+        closing.callback(mover.close, CLOSE_S)
+        tier = None
+        if config.disk_path:
+            tier = Tier(slab, disk_of(config, rank, ranks), config.lease_s, config.verify)
+            closing.callback(tier.close, CLOSE_S)
+        yield Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline, tier)
+
+
+def disk_of(config: Config, rank: int, ranks: int) -> Store:
+    """The folder of one rank: what another rank, or one of another number of ranks, holds of a block is another thing.
+
+    Raises FolderLost.
+    """
+    return FolderStore(Path(config.disk_path).expanduser() / f"rank-{rank}-of-{ranks}", config.disk_bytes)
+
+
+def _backing(directory: Directory, config: Config, specs: Sequence[GroupSpec]) -> Backing | None:
+    if not config.disk_path:
+        return None
+    stores = [disk_of(config, rank, directory.ranks) for rank in range(directory.ranks)]
+    return Backing(directory, stores, specs, config.kv_recompute_threshold)
 
 
 def scheduler_side(
@@ -65,7 +90,8 @@ def scheduler_side(
     slots = [min(counts) for counts in zip(*(fact.slots for fact in facts), strict=True)]
     directory = Directory(slots, time.monotonic, config.lease_s, ranks=len(facts))
     sizes = [max(sizes) for sizes in zip(*(fact.block_bytes for fact in facts), strict=True)]
-    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks, sizes, in_forward)
+    backing = _backing(directory, config, first.specs)
+    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks, sizes, in_forward, backing)
 
 
 @contextmanager
@@ -82,4 +108,10 @@ def open_pool(
     """Both sides in one process, for an engine of one rank. identities: one a group; the rest as `open_worker`."""
     with open_worker(engine, config, keep=keep, link_gbps=link_gbps, peers=peers, timeline=timeline) as worker:
         directory = Directory(worker.ways.slots, time.monotonic, config.lease_s)
-        yield Pool(worker, directory, engine, identities)
+        pool = Pool(
+            worker, directory, engine, identities, _backing(directory, config, [group.spec for group in engine.groups])
+        )
+        try:
+            yield pool
+        finally:
+            pool.close()

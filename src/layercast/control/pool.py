@@ -5,12 +5,13 @@ Its methods belong to the engine's thread. Knows block numbers and tokens, never
 
 from collections.abc import Sequence
 
+from layercast.control.backing import Backing
 from layercast.control.directory import Directory
 from layercast.control.scheduler import Match, SchedulerSide, Settled, Table
-from layercast.flow.orders import StepOrders
+from layercast.flow.orders import StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
 from layercast.spec.groups import Layout
-from layercast.spec.keys import Identity
+from layercast.spec.keys import ExtrasOf, Identity
 
 __all__ = ["Match", "Pool", "Settled", "Table"]
 
@@ -18,10 +19,19 @@ __all__ = ["Match", "Pool", "Settled", "Table"]
 class Pool(SchedulerSide):
     """Look up, load and save a prompt's KV. Open one with `control.node.open_pool`."""
 
-    def __init__(self, worker: Worker, directory: Directory, engine: Layout, identities: Sequence[Identity]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        directory: Directory,
+        engine: Layout,
+        identities: Sequence[Identity],
+        backing: Backing | None = None,
+    ) -> None:
         specs, sizes = [group.spec for group in engine.groups], [group.block_bytes for group in engine.groups]
-        super().__init__(directory, worker.ways.config, specs, identities, block_bytes=sizes)
+        super().__init__(directory, worker.ways.config, specs, identities, block_bytes=sizes, backing=backing)
         self.worker = worker
+        self._asked_s: dict[str, float] = {}
+        """When each live request was first looked for below the slab."""
 
     def begin(self, orders: StepOrders) -> LayerStep:
         """Start the step's copies."""
@@ -29,9 +39,38 @@ class Pool(SchedulerSide):
 
     def reports(self, step: int, timeout_s: float = 0.0) -> Settled:
         """Settle what has ended since the last step, first waiting up to `timeout_s` for what is under way."""
+        if timeout_s and self.backing is not None:
+            self.backing.wait(timeout_s)
+            self._pass_on()
         if timeout_s:
             self.worker.quiet(timeout_s)
         return self.settle(self.worker.report(step))
+
+    def settle(self, report: StepReport, rank: int = 0) -> Settled:
+        """See `SchedulerSide.settle`. What follows from it below the slab is ordered at once."""
+        settled = super().settle(report, rank)
+        self._pass_on()
+        return settled
+
+    def bringing(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> bool:
+        """Whether to ask again for a request, as blocks may be on their way up; the first call looks for them."""
+        if self.backing is None:
+            return False
+        if request not in self._asked_s:
+            self._asked_s[request] = self.directory.clock()
+            self.seek(request, tokens, extras)
+        self._pass_on()
+        late = self.directory.clock() > self._asked_s[request] + self.config.layer_wait_ms / 1000
+        return not late and (self.backing.seeking(request) or self.backing.fetching)
+
+    def finish(self, request: str) -> None:
+        """See `SchedulerSide.finish`."""
+        super().finish(request)
+        self._asked_s.pop(request, None)
+
+    def _pass_on(self) -> None:
+        if self.backing is not None:
+            self.worker.start(self.backing.orders())
 
     def abort(self, request: str) -> None:
         """Stop a request's copies. Its blocks are quiet once their outcomes have been settled."""
@@ -41,4 +80,5 @@ class Pool(SchedulerSide):
     @property
     def idle(self) -> bool:
         """Whether nothing is under way and every lease and reservation has ended."""
-        return self.worker.idle and super().idle
+        below = self.backing is not None and (self.backing.waiting or self.backing.awaits_reports)
+        return self.worker.idle and super().idle and not below

@@ -6,12 +6,15 @@ belong to one thread. Knows block numbers and tokens, never tensors, attention o
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from math import lcm
 
 import msgspec
 
 from layercast.config import Config
+from layercast.control.backing import Backing
 from layercast.control.directory import Directory, Lease, LeaseState, Reservation
 from layercast.control.rates import Chooser
 from layercast.control.shelf import Absence
@@ -68,6 +71,16 @@ class Settled(msgspec.Struct, frozen=True):
     ended: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class _Save:
+    """A save under way. keys: of what is saved, by group. doomed: its KV is not to be trusted."""
+
+    request: str
+    reservation: str
+    keys: list[list[bytes]]
+    doomed: bool = False
+
+
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What a rank's worker tells the scheduler side once the engine's memory is registered.
 
@@ -97,8 +110,10 @@ class SchedulerSide:
         shared_blocks: bool = False,
         block_bytes: Sequence[int] = (),
         in_forward: bool = True,
+        backing: Backing | None = None,
     ) -> None:
         self.directory = directory
+        self.backing = backing
         self.config = config
         self.specs = tuple(specs)
         self._identities = tuple(identities)
@@ -107,10 +122,7 @@ class SchedulerSide:
         self._names: dict[str, list[list[bytes]]] = {}
         self._leases: dict[str, tuple[Lease, list[list[bytes]]]] = {}
         """Load order to its lease and the keys of the leased slots, by group."""
-        self._saving: dict[str, tuple[str, str]] = {}
-        """Save order to (request, reservation)."""
-        self._doomed: set[str] = set()
-        """Save orders of KV that is not to be trusted."""
+        self._saving: dict[str, _Save] = {}
         self._ranks_left: dict[str, int] = {}
         """Order to the number of ranks on which it has not ended."""
         self._numbers = count()
@@ -208,7 +220,8 @@ class SchedulerSide:
         if not reservation.blocks:
             return None
         order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, held))
-        self._saving[order.id] = (request, reservation.id)
+        fresh = [[named[i] for i in indices] for named, indices in zip(names, reservation.indices, strict=True)]
+        self._saving[order.id] = _Save(request, reservation.id, fresh)
         self._ranks_left[order.id] = self.directory.ranks
         return order
 
@@ -221,26 +234,28 @@ class SchedulerSide:
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
         failed = tuple(sorted(overdue.union(report.failed)))
         if failed:
-            misled = (o for o, (request, _) in self._saving.items() if self._shared_blocks or request in failed)
-            self._doomed.update(misled)
+            for saving in self._saving.values():
+                saving.doomed |= self._shared_blocks or saving.request in failed
         ended = []
         for save in report.saves:
-            _, reservation = self._saving[save.id]
-            if save.saved and save.id not in self._doomed:
-                self.directory.commit(reservation, rank)
+            mine = self._saving[save.id]
+            if save.saved and not mine.doomed:
+                if self.directory.commit(mine.reservation, rank) and self.backing is not None:
+                    self.backing.saved(mine.request, mine.keys)
             else:
-                self.directory.revoke(reservation, rank)
+                self.directory.revoke(mine.reservation, rank)
             if self._last(save.id):
                 del self._saving[save.id]
-                self._doomed.discard(save.id)
                 ended.append(save.id)
         ended += [load.id for load in loads if self._ended(load)]
+        if self.backing is not None:
+            self.backing.settle(report.tier, rank)
         return Settled(failed, loads, report.saves, tuple(ended))
 
     def doom(self, save: str) -> None:
         """Publish nothing of a save under way: its source blocks may have changed under the copy."""
         if save in self._saving:
-            self._doomed.add(save)
+            self._saving[save].doomed = True
 
     def renew(self) -> None:
         """Give all KV to come another identity: what is stored or being saved is found no more."""
@@ -253,9 +268,22 @@ class SchedulerSide:
         )
         self._names.clear()
 
+    def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
+        """Look below the slab for what it lacks of a new request's prompt, and have it brought up. Returns at once."""
+        if self.backing is not None:
+            with suppress(NotCacheable):
+                self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
+
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
         self._names.pop(request, None)
+        if self.backing is not None:
+            self.backing.forget(request)
+
+    def close(self) -> None:
+        """End what looks below the slab. A second call changes nothing."""
+        if self.backing is not None:
+            self.backing.close()
 
     @property
     def idle(self) -> bool:
@@ -265,7 +293,7 @@ class SchedulerSide:
     @property
     def awaits_reports(self) -> bool:
         """Whether an order has not ended on every rank."""
-        return bool(self._ranks_left)
+        return bool(self._ranks_left) or (self.backing is not None and self.backing.awaits_reports)
 
     def _last(self, order: str) -> bool:
         """Count one rank's end of an order; whether it was the last one's."""

@@ -75,6 +75,22 @@ class ReceiveOrder(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class KeyedSlots(msgspec.Struct, frozen=True):
+    """Slots of one group and the keys of what they hold, or are to hold."""
+
+    group: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+
+
+class TierOrder(msgspec.Struct, frozen=True):
+    """Bring blocks up from the store below the slab (`fetch`), or write them behind to it. No forward waits for it."""
+
+    id: str
+    fetch: bool
+    blocks: tuple[KeyedSlots, ...]
+
+
 class StepOrders(msgspec.Struct, frozen=True):
     """Everything to move during one forward.
 
@@ -91,6 +107,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     background: tuple[LoadOrder, ...] = ()
     aborts: tuple[str, ...] = ()
     joins: tuple[str, ...] = ()
+    tier: tuple[TierOrder, ...] = ()
 
 
 class LoadEnd(StrEnum):
@@ -130,6 +147,17 @@ class SaveOutcome(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class TierOutcome(msgspec.Struct, frozen=True):
+    """One order's end on this rank: done in full, or why not. seconds: what the copies took."""
+
+    id: str
+    fetch: bool
+    done: bool
+    nbytes: int
+    seconds: float
+    reason: str = ""
+
+
 class StepReport(msgspec.Struct, frozen=True):
     """What ended since the last report. A save may be reported some steps after its order.
 
@@ -141,3 +169,4 @@ class StepReport(msgspec.Struct, frozen=True):
     failed: tuple[str, ...] = ()
     loads: tuple[LoadOutcome, ...] = ()
     saves: tuple[SaveOutcome, ...] = ()
+    tier: tuple[TierOutcome, ...] = ()

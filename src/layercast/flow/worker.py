@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layercast.errors import Missing
+from layercast.errors import Missing, Refused
 from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
 from layercast.flow.issue import Batch, Issuer
-from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport
+from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport, TierOrder
 from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
+from layercast.flow.tier import Tier
 from layercast.move.base import Flight, Gate, Mover
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
@@ -63,8 +64,10 @@ class Worker:
         peers: Peers = NO_PEERS,
         keep: Sequence[object] = (),
         timeline: Timeline = OFF,
+        tier: Tier | None = None,
     ) -> None:
         self.ways = ways
+        self.tier = tier
         self.mover = mover
         self.gates = Gatekeeper(gate)
         self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab), timeline)
@@ -87,6 +90,7 @@ class Worker:
         """
         for request in orders.aborts:
             self.abort(request)
+        self.start(orders.tier)
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
@@ -103,6 +107,13 @@ class Worker:
         self.issuer.add_loads(itertools.chain(*loads.values()))
         self.issuer.add_loads(itertools.chain(*background.values()), background=True)
         return LayerStep(self, orders, [*loads, *arrivals, *joined], saves)
+
+    def start(self, orders: Sequence[TierOrder]) -> None:
+        """Start copies to and from the store below the slab. Raises Refused where there is none."""
+        for order in orders:
+            if self.tier is None:
+                raise Refused("an order for the store below a slab that has none; give both sides the same settings")
+            self.tier.begin(order)
 
     def abort(self, request: str) -> None:
         """Issue nothing more of a request; what is in flight is reported once it has ended."""
@@ -124,6 +135,7 @@ class Worker:
             tuple(failed),
             tuple(run.outcome(verify) for run in landed),
             tuple(save.outcome() for save in saved),
+            () if self.tier is None else self.tier.ended(),
         )
 
     def awaited(self) -> list[tuple[str, LoadEnd]]:
@@ -147,6 +159,8 @@ class Worker:
     def quiet(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
         self.issuer.wait_idle(timeout_s)
+        if self.tier is not None:
+            self.tier.wait(timeout_s)
 
     def quiet_failed(self, timeout_s: float) -> None:
         """Block until no copy of a load that has failed is in flight. Raises DeadlineExceeded."""
@@ -157,7 +171,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether everything that was begun has been reported."""
-        return not (self._loads or self._saves or self._background)
+        return not (self._loads or self._saves or self._background) and (self.tier is None or self.tier.idle)
 
     def opened(self, batch: Batch, flight: Flight) -> None:
         """A load's batch is under way."""

@@ -60,6 +60,24 @@ def usable_prefix(
     return Usable(min(local_tokens, most), ((),) * len(specs))
 
 
+def lengthening(
+    specs: Sequence[GroupSpec],
+    here: Sequence[Sequence[bool]],
+    there: Sequence[Sequence[bool]],
+    prompt_tokens: int,
+    least: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Blocks, by group, that are not `here` but `there`, and with which `least` more tokens (or one) can be used.
+
+    Nothing where they would not bring that much.
+    """
+    either = [[one or other for one, other in zip(*both, strict=True)] for both in zip(here, there, strict=True)]
+    longer = usable_prefix(specs, either, prompt_tokens)
+    if longer.tokens - usable_prefix(specs, here, prompt_tokens).tokens < max(1, least):
+        return ((),) * len(specs)
+    return tuple(tuple(i for i in needed if not has[i]) for needed, has in zip(longer.needed, here, strict=True))
+
+
 def _first(spec: GroupSpec, end: int) -> int:
     """The first block that a query at the start of block `end` depends on."""
     if spec.kind is GroupKind.RECURRENT:

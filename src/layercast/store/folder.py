@@ -77,11 +77,11 @@ class FolderStore(Store):
         """See `Store.open_read`. Another process may evict an object during the lease; then it is Missing."""
         with self._lock:
             self._check_open()
-            sizes = [self._size(key) for key in keys]
-            absent = [key for key, size in zip(keys, sizes, strict=True) if size is None]
+            sizes = {key: self._size(key) for key in keys}
+            absent = [key for key in keys if sizes[key] is None]
             if absent:
                 raise missing(absent, len(keys))
-            found = tuple(size or 0 for size in sizes)
+            found = tuple(sizes[key] or 0 for key in keys)
             for key, size in zip(keys, found, strict=True):
                 if key not in self._ledger.entries:
                     self._ledger.add(key, size)
@@ -99,8 +99,7 @@ class FolderStore(Store):
             self._check_open()
             for key in keys:
                 if not self._ledger.held(key):
-                    with suppress(OSError):  # whether it is gone is asked below
-                        self._drop(key)
+                    self._discard(key)  # whether it is gone is asked below
         return [not there for there in self.present(keys)]
 
     def close(self) -> None:
@@ -175,20 +174,24 @@ class FolderStore(Store):
         except OSError as error:
             raise _typed(error, self.folder) from error
         if magic != MAGIC or length != len(data) or length != size or digest != _digest(key, data):
-            with self._lock, suppress(OSError):
-                self._drop(key)
+            with self._lock:
+                self._discard(key)
             raise Corrupt(f"{self._file(key)} is short or damaged, and was removed; recompute what it held")
         return data
 
     def _size(self, key: bytes) -> int | None:
-        """Bytes of an object; None if it is absent, or too short to be one."""
+        """Bytes of an object, by its header; None if it is absent, or removed for not being as long as that says."""
         try:
-            size = os.stat(self._file(key)).st_size - HEADER.size
+            with open(self._file(key), "rb", buffering=0) as file:
+                magic, length, _ = HEADER.unpack(file.read(HEADER.size).ljust(HEADER.size, b"\0"))
+                if magic == MAGIC and 0 < length == os.fstat(file.fileno()).st_size - HEADER.size:
+                    return int(length)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise _typed(error, self.folder) from error
-        return size if size > 0 else None
+        self._discard(key)
+        return None
 
     def _recount(self, unfinished: Callable[[str], None] = lambda path: None) -> None:
         """Look at the folder: what is there, what was used last. unfinished: is shown the files being written."""
@@ -208,6 +211,11 @@ class FolderStore(Store):
         before.clear()
         before.update((key, Entry(size, leases.get(key, {}))) for _, key, size in sorted(found))
         self._uncounted = 0
+
+    def _discard(self, key: bytes) -> None:
+        """Remove an object, where that is allowed."""
+        with suppress(OSError):
+            self._drop(key)
 
     def _drop(self, key: bytes) -> None:
         with suppress(FileNotFoundError):

@@ -69,6 +69,10 @@ class Slab:
         """Number of slots of each group."""
         return tuple(group.blocks for group in self.layout.groups)
 
+    def view(self, group: int, slot: int, layer: int) -> memoryview:
+        """The bytes of one layer of one slot, in place. Release it before the slab is closed."""
+        return memoryview(self.owner)[self._range(group, slot, layer)]
+
     def read(self, group: int, slot: int, layer: int) -> bytes:
         """The bytes of one layer of one slot. For tools and tests."""
         return self.owner[self._range(group, slot, layer)]

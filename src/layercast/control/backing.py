@@ -1,0 +1,203 @@
+"""What the pool has below its slab: which blocks of a prompt lie there, what to bring up for it, what to write behind.
+
+Looks into the stores of all ranks on a thread of its own, so that no scheduler waits for a disk; everything else
+belongs to the scheduler's thread. Does not know tokens' names, bytes, nor how they move.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import count
+
+from layercast.control.directory import Directory, Lease
+from layercast.errors import DeadlineExceeded, Full, Missing
+from layercast.flow.orders import KeyedSlots, TierOrder, TierOutcome
+from layercast.plan.prefix import lengthening
+from layercast.spec.groups import GroupSpec
+from layercast.store.base import Store
+
+Keys = Sequence[Sequence[bytes]]
+
+ORDER_BLOCKS = 16
+"""Most blocks of a group in one order: what fails, fails alone, and what is written behind is soon let go of."""
+SPILL_SHARE = 8
+"""A part of the slab's slots: so many may wait to be written behind; what is saved beyond them stays in the slab."""
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """A look into the stores for one request. found: presence of each key, by group."""
+
+    tokens: int
+    keys: Keys
+    found: "Future[list[list[bool]]]"
+
+
+class Backing:
+    """The stores of all ranks under one directory.
+
+    least: fewest tokens that make a fetch worth it.
+    """
+
+    def __init__(self, directory: Directory, stores: Sequence[Store], specs: Sequence[GroupSpec], least: int) -> None:
+        self.directory = directory
+        self.skipped = 0
+        """Blocks that were not written behind, as too many were waiting."""
+        self._stores = tuple(stores)
+        self._specs = tuple(specs)
+        self._least = least
+        self._looking = ThreadPoolExecutor(1, "layercast-look")
+        self._searches: dict[str, _Search] = {}
+        self._fetches: dict[str, tuple[str, str, int]] = {}
+        """Order to (request, reservation, ranks that have not ended it)."""
+        self._spills: dict[str, tuple[Lease, int]] = {}
+        """Order to (what keeps its slots, ranks that have not ended it)."""
+        self._fetched: dict[str, bool] = {}
+        """Live request that was looked for, to whether something was brought up for it."""
+        self._due: list[TierOrder] = []
+        self._numbers = count()
+
+    # ---- up ----
+
+    def seek(self, request: str, keys: Keys, tokens: int) -> None:
+        """Look for what the slab lacks of a prompt of `tokens`, whose keys are `keys` by group. Returns at once."""
+        here = [self.directory.coming(group, named) for group, named in enumerate(keys)]
+        if request not in self._searches and not all(map(all, here)):
+            self._searches[request] = _Search(tokens, keys, self._looking.submit(self._look, keys))
+            self._fetched[request] = False
+
+    def seeking(self, request: str) -> bool:
+        """Whether it is not known yet what the stores have for a request."""
+        return request in self._searches
+
+    @property
+    def fetching(self) -> bool:
+        """Whether blocks are on their way up."""
+        return bool(self._fetches)
+
+    def fetched(self, request: str) -> bool:
+        """Whether blocks were brought up for a request."""
+        return self._fetched.get(request, False)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until all that was looked for is known. Raises DeadlineExceeded."""
+        if wait([search.found for search in self._searches.values()], timeout_s).not_done:
+            raise DeadlineExceeded(f"the stores below have not answered within {timeout_s:g} s")
+
+    def forget(self, request: str) -> None:
+        """The request has ended; what is on its way for it still comes."""
+        search = self._searches.pop(request, None)
+        if search is not None:
+            search.found.cancel()
+        self._fetched.pop(request, None)
+
+    # ---- down ----
+
+    def saved(self, request: str, keys: Keys) -> None:
+        """Blocks have become visible in the slab: write them behind, unless too many are waiting."""
+        limit = max(1, sum(self.directory.slots) // SPILL_SHARE)
+        waiting = sum(len(slots) for lease, _ in self._spills.values() for slots in lease.slots)
+        for part in _parts([range(len(named)) for named in keys]):
+            wanted = [[named[i] for i in indices] for named, indices in zip(keys, part, strict=True)]
+            blocks = sum(map(len, wanted))
+            if waiting + blocks > limit:
+                self.skipped += blocks
+                continue
+            try:
+                lease = self.directory.keep(request, wanted)
+            except Missing:
+                continue
+            waiting += blocks
+            order = self._order("spill", False, wanted, lease.slots)
+            self._spills[order.id] = lease, self.directory.ranks
+
+    # ---- orders and outcomes ----
+
+    def orders(self) -> tuple[TierOrder, ...]:
+        """What the workers are to do next."""
+        for request, search in [(name, one) for name, one in self._searches.items() if one.found.done()]:
+            del self._searches[request]
+            if search.found.exception() is None:
+                self._fetch(request, search)
+        due, self._due = tuple(self._due), []
+        return due
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to order now."""
+        return bool(self._due) or any(search.found.done() for search in self._searches.values())
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether an order has not ended on every rank."""
+        return bool(self._fetches or self._spills)
+
+    def settle(self, outcomes: Sequence[TierOutcome], rank: int) -> None:
+        """One rank has ended orders: what has come up on all of them is visible, what has gone down is let go of."""
+        for outcome in outcomes:
+            (self._came_up if outcome.fetch else self._went_down)(outcome, rank)
+
+    def _came_up(self, outcome: TierOutcome, rank: int) -> None:
+        request, reservation, left = self._fetches.pop(outcome.id)
+        if left > 1:
+            self._fetches[outcome.id] = request, reservation, left - 1
+        if not outcome.done:
+            self.directory.revoke(reservation, rank)
+        elif self.directory.commit(reservation, rank) and request in self._fetched:
+            self._fetched[request] = True
+
+    def _went_down(self, outcome: TierOutcome, rank: int) -> None:
+        lease, left = self._spills.pop(outcome.id)
+        if left > 1:
+            self._spills[outcome.id] = lease, left - 1
+        else:
+            self.directory.release(lease)
+
+    def close(self) -> None:
+        """End the thread. Orders under way are the workers'."""
+        self._looking.shutdown(cancel_futures=True)
+        for store in self._stores:
+            store.close()
+
+    def _look(self, keys: Keys) -> list[list[bool]]:
+        """Presence in the stores of all ranks, by group. On the thread that looks."""
+        found = []
+        for named in keys:
+            here = [True] * len(named)
+            for store in self._stores:
+                here = [one and other for one, other in zip(here, store.present(named), strict=True)]
+            found.append(here)
+        return found
+
+    def _fetch(self, request: str, search: _Search) -> None:
+        """Order what lengthens the prefix that can be used, as far as the slab has room."""
+        here = [self.directory.coming(group, named) for group, named in enumerate(search.keys)]
+        wanted = lengthening(self._specs, here, search.found.result(), search.tokens, self._least)
+        for part in _parts(wanted):
+            try:
+                held = [{index: index for index in indices} for indices in part]
+                reservation = self.directory.reserve(request, search.keys, held)
+            except Full:
+                return
+            if reservation.blocks:
+                names = [
+                    [named[i] for i in indices] for named, indices in zip(search.keys, reservation.indices, strict=True)
+                ]
+                order = self._order("fetch", True, names, reservation.slots)
+                self._fetches[order.id] = request, reservation.id, self.directory.ranks
+
+    def _order(self, what: str, fetch: bool, keys: Keys, slots: Sequence[Sequence[int]]) -> TierOrder:
+        blocks = tuple(
+            KeyedSlots(group, tuple(named), tuple(taken))
+            for group, (named, taken) in enumerate(zip(keys, slots, strict=True))
+            if taken
+        )
+        order = TierOrder(f"{what}-{next(self._numbers)}", fetch, blocks)
+        self._due.append(order)
+        return order
+
+
+def _parts(indices: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Indices by group, cut so that no part has more than ORDER_BLOCKS of a group; earlier blocks come first."""
+    most = max(map(len, indices), default=0)
+    return [[group[at : at + ORDER_BLOCKS] for group in indices] for at in range(0, most, ORDER_BLOCKS)]
