@@ -54,11 +54,11 @@ def open_worker(
     with ExitStack() as closing:
         closing.callback(slab.close)
         closing.callback(mover.close, CLOSE_S)
-        tier = None
+        ways, tier = Ways.between(engine, slab, config), None
         if config.disk_path:
-            tier = Tier(slab, disk_of(config, rank, ranks), config.lease_s, config.verify)
+            tier = Tier(slab, disk_of(config, rank, ranks), config.lease_s, ways.verify)
             closing.callback(tier.close, CLOSE_S)
-        yield Worker(Ways.between(engine, slab, config), mover, CpuGate(), peers, keep, timeline, tier)
+        yield Worker(ways, mover, CpuGate(), peers, keep, timeline, tier)
 
 
 def disk_of(config: Config, rank: int, ranks: int) -> Store:

@@ -32,7 +32,7 @@ class SlotMemory(SlabMemory, Protocol):
 class Tier:
     """Copies between a slab and `store`. Its methods belong to one thread, but for `close` they never block.
 
-    verify: compare what is written behind with the digest taken at saving.
+    verify: whether the slab's digests are kept: then what is written behind is compared with them.
     """
 
     def __init__(self, slab: SlotMemory, store: Store, lease_s: float, verify: bool) -> None:
@@ -90,8 +90,8 @@ class Tier:
                 for row, (layer, offset) in enumerate(ranges):
                     with self._slab.view(blocks.group, slot, layer) as data:
                         handle.write(0, offset, data)
-                        digest = xxhash.xxh3_64_intdigest(data)
-                    if self._verify and digest != self._slab.digests[blocks.group][row, slot]:
+                        intact = not self._verify or _digest(data) == self._slab.digests[blocks.group][row, slot]
+                    if not intact:
                         raise Corrupt(f"layer {layer} of slot {slot} is not what was saved; it is not written behind")
                 handle.commit()
         return len(todo) * nbytes
@@ -106,7 +106,8 @@ class Tier:
                 for row, (layer, offset) in enumerate(ranges):
                     with self._slab.view(blocks.group, slot, layer) as data:
                         handle.read(index, offset, data)
-                        self._slab.digests[blocks.group][row, slot] = xxhash.xxh3_64_intdigest(data)
+                        if self._verify:
+                            self._slab.digests[blocks.group][row, slot] = _digest(data)
         return len(blocks.slots) * nbytes
 
     def _ranges(self, group: int) -> tuple[list[tuple[int, int]], int]:
@@ -117,6 +118,11 @@ class Tier:
             ranges.append((layer, at))
             at += owner.layer_bytes(layer)
         return ranges, at
+
+
+def _digest(data: memoryview) -> int:
+    """The digest that movers take of what they save."""
+    return int(xxhash.xxh3_64_intdigest(data))
 
 
 def _outcome(order: TierOrder, job: "Future[tuple[int, float]]") -> TierOutcome:
