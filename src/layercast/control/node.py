@@ -11,24 +11,18 @@ from pathlib import Path
 from layercast.config import Config
 from layercast.control.backing import Backing
 from layercast.control.directory import Directory
+from layercast.control.memory import CLOSE_S, open_memory
 from layercast.control.pool import Pool
 from layercast.control.scheduler import SchedulerSide, WorkerFacts
 from layercast.errors import LayoutMismatch
 from layercast.flow.batches import Ways
 from layercast.flow.tier import Tier
 from layercast.flow.worker import NO_PEERS, Peers, Worker
-from layercast.move.base import Mover
-from layercast.move.cpu import CpuMover
-from layercast.move.gates import CpuGate
-from layercast.move.paced import PacedMover
 from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import GroupSpec, Layout
 from layercast.spec.keys import Identity
 from layercast.store.base import Store
 from layercast.store.folder import FolderStore
-from layercast.store.slab import Slab
-
-CLOSE_S = 10.0
 
 
 @contextmanager
@@ -45,20 +39,17 @@ def open_worker(
 ) -> Iterator[Worker]:
     """One rank's worker of `ranks`, for an engine whose caches are registered as `engine`.
 
-    keep: what holds the engine's memory. link_gbps: pace copies to that
-    many gigabits a second, to see overlap on a machine whose memory is faster than any link. Ends with everything
+    keep: what holds the engine's memory. link_gbps: pace copies to that many gigabits a second, to see overlap on a
+    machine whose memory is faster than any link. Caches on a GPU are moved by it (see `memory`). Ends with everything
     landed and unmapped; raises DeadlineExceeded if that takes over CLOSE_S seconds.
     """
-    slab = Slab.create(engine, config.host_bytes)
-    mover: Mover = CpuMover() if link_gbps is None else PacedMover(CpuMover(), link_gbps)
     with ExitStack() as closing:
-        closing.callback(slab.close)
-        closing.callback(mover.close, CLOSE_S)
-        ways, tier = Ways.between(engine, slab, config), None
+        memory = open_memory(engine, config, link_gbps, closing)
+        ways, tier = Ways.between(engine, memory.slab, config, on_device=memory.on_device), None
         if config.disk_path:
-            tier = Tier(slab, disk_of(config, rank, ranks), config.lease_s, ways.verify)
+            tier = Tier(memory.slab, disk_of(config, rank, ranks), config.lease_s, ways.verify)
             closing.callback(tier.close, CLOSE_S)
-        yield Worker(ways, mover, CpuGate(), peers, keep, timeline, tier)
+        yield Worker(ways, memory.mover, memory.gate, peers, keep, timeline, tier)
 
 
 def disk_of(config: Config, rank: int, ranks: int) -> Store:

@@ -243,3 +243,23 @@ class Driver:
     def batches(self) -> bool:
         """Whether one call can copy many pieces (drivers of CUDA 13 and later)."""
         return hasattr(self._lib, "cuMemcpyBatchAsync_v2")
+
+
+def device_holding(address: int) -> int | None:
+    """The number of the device whose memory the address lies in; None for host memory, or where there is no driver.
+
+    Makes no context on any device, so it may be asked in a process that never uses one.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = []
+    for attribute in (_MEMORY_TYPE, _DEVICE_ORDINAL):
+        value = ctypes.c_int(0)
+        code = library.cuInit(0) or library.cuPointerGetAttribute(
+            ctypes.byref(value), attribute, ctypes.c_uint64(address)
+        )
+        found.append(value.value if code == 0 else PAGEABLE)
+    kind, device = found
+    return device if kind == DEVICE else None

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from layercast.config import Config
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.pool import KVPool
-from layercast.control.node import CLOSE_S, open_pool
+from layercast.control.memory import CLOSE_S
+from layercast.control.node import open_pool
 from layercast.control.push_node import PushNode
 from layercast.control.pushes import Engine as PushFacts
 from layercast.observe.timeline import OFF, Timeline
