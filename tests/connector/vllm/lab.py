@@ -146,14 +146,14 @@ def register_overrides_once():
 register_overrides_once()
 
 
-def settings_of(pool=None, policy="recompute"):
+def settings_of(pool=None, policy="recompute", role="kv_both"):
     """Arguments of a small LLM with the connector; the pool's settings are `pool`."""
     transfer = KVTransferConfig(
         kv_connector="LayercastConnector",
         kv_connector_module_path="layercast.connector.vllm.connector",
-        kv_role="kv_both",
+        kv_role=role,
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"host_bytes": 16 << 20, "kv_recompute_threshold": 1, **(pool or {})},
+        kv_connector_extra_config={"host_bytes": 16 << 20, "kv_recompute_threshold": 0, **(pool or {})},
     )
     return {
         "kv_transfer_config": transfer,
@@ -173,9 +173,9 @@ def settings_of(pool=None, policy="recompute"):
 class Engine:
     """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
 
-    def __init__(self, path, *, pool=None, policy="recompute", **settings):
+    def __init__(self, path, *, pool=None, policy="recompute", role="kv_both", **settings):
         self.orders, self.preemptions = [], 0
-        self.llm = LLM(model=path, **{**settings_of(pool, policy), **settings})
+        self.llm = LLM(model=path, **{**settings_of(pool, policy, role), **settings})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.hooks, self.connector = get_kv_transfer_group(), self.scheduler.connector

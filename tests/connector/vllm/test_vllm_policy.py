@@ -1,0 +1,80 @@
+"""Hits beside running requests in real vLLM: how each is loaded, by measured costs, and that faults change no text."""
+
+import pytest
+
+ENGINES = ["plain", "caching"]
+GBPS = 0.4
+HIT, BLOCK = 192, 32
+
+
+@pytest.fixture(scope="module")
+def facts(drive):
+    return drive("policy", "12")
+
+
+def receipt(facts, name, mode, at=0):
+    found, window, reason, tokens, verified, miss = facts[name]["modes"][mode]["receipts"][at]
+    assert (tokens, verified, miss) == (HIT, True, None)
+    return found, window, reason
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("mode", ["alone", "unknown", "parts", "two", "follower"])
+def test_whatever_the_way_the_answers_are_the_same(facts, name, mode):
+    first, other, short = facts[name]["wants"]
+    run = facts[name]["modes"][mode]
+    assert run["hits"] == [first, *{"two": [other], "follower": [short]}.get(mode, [])]
+    assert run["talk"] == (None if mode == "alone" else facts[name]["talk"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_alone_a_hit_is_loaded_inside_its_forward(facts, name):
+    assert receipt(facts, name, "alone") == ("layerwise", 1, "windows of 1 of 4 layers; nobody else is running")
+    assert facts[name]["modes"]["alone"]["background"] == 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_beside_others_a_hit_of_unknown_cost_waits_in_the_background(facts, name):
+    mode, _, reason = receipt(facts, name, "unknown")
+    assert mode == "background"
+    assert "not known yet" in reason
+    assert facts[name]["modes"]["unknown"]["joins"] == 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_beside_others_a_hit_that_would_hold_them_up_is_loaded_in_two_parts(facts, name):
+    mode, _, reason = receipt(facts, name, "parts")
+    assert mode == "background, then layerwise"
+    assert reason.startswith("1 others running would wait")
+    runs = [facts[name]["modes"][mode] for mode in ("parts", "two", "follower")]
+    assert all(run["background"] and not run["inside"] for run in runs)
+    assert sum(run["joins"] for run in runs) >= 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_loads_and_forwards_cost_is_measured(facts, name):
+    link, token_s, forward_s = facts[name]["costs"]
+    assert 0 < link < 1.05 * GBPS * 1e9 / 8
+    assert 0 < token_s < forward_s < 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_faults_in_either_part_change_no_answer_and_leave_nothing(facts, name):
+    run = facts[name]
+    for fault in run["faults"]:
+        assert (fault["finish"], fault["equal"], fault["again"]) == (["length"], True, True), fault
+        assert fault["talk"] == run["talk"], fault
+        assert (fault["idle"], fault["held"], fault["requests"]) == (True, 0, 0), fault
+        assert fault["free_blocks"] == run["blocks"], fault
+    assert {fault["kind"] for fault in run["faults"]} == {"lost_byte", "late_layer", "evicted"}
+    assert any(fault["joins"] for fault in run["faults"])
+    assert run["threads"] == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_a_forward_computes_from_lost_blocks_is_never_stored(facts, name):
+    lost = facts[name]["lost"]
+    for run in ("hit", "again"):
+        assert lost[run]["replies"][0]["tokens"] == lost["want"]
+    assert lost["again"]["replies"][0]["cached"] >= HIT - BLOCK
+    assert lost["drained"]["idle"]
