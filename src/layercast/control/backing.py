@@ -61,6 +61,7 @@ class Backing:
 
     def seek(self, request: str, keys: Keys, tokens: int) -> None:
         """Look for what the slab lacks of a prompt of `tokens`, whose keys are `keys` by group. Returns at once."""
+        keys = [named[: (tokens - 1) // spec.block_size] for named, spec in zip(keys, self._specs, strict=True)]
         here = [self.directory.coming(group, named) for group, named in enumerate(keys)]
         if request not in self._searches and not all(map(all, here)):
             self._searches[request] = _Search(tokens, keys, self._looking.submit(self._look, keys))

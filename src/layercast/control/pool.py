@@ -61,7 +61,7 @@ class Pool(SchedulerSide):
             self.seek(request, tokens, extras)
         self._pass_on()
         late = self.directory.clock() > self._asked_s[request] + self.config.layer_wait_ms / 1000
-        return not late and (self.backing.seeking(request) or self.backing.fetching)
+        return not late and self.rising(request, coming=True)
 
     def finish(self, request: str) -> None:
         """See `SchedulerSide.finish`."""

@@ -274,6 +274,14 @@ class SchedulerSide:
             with suppress(NotCacheable):
                 self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
 
+    def rising(self, request: str, coming: bool) -> bool:
+        """Whether more may come from below the slab. coming: whether blocks of the prompt are on their way to it."""
+        return self.backing is not None and (self.backing.seeking(request) or (coming and self.backing.fetching))
+
+    def brought_up(self, request: str) -> bool:
+        """Whether blocks have come from below the slab for a live request."""
+        return self.backing is not None and self.backing.fetched(request)
+
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
         self._names.pop(request, None)

@@ -25,6 +25,7 @@ class MissReason(StrEnum):
     LOST = "its blocks were lost between the promise and the load"
     NOT_CACHEABLE = "the prompt holds content that no key can name"
     DECLINED = "the request asked not to load"
+    PRODUCER = "this engine saves and does not load (kv_role is kv_producer)"
     ABORTED = "the request ended before its load"
 
 

@@ -1,6 +1,7 @@
 """Drives of real vLLM: each `drive_*.py` runs in a process of its own (vLLM keeps global state) and prints facts."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -32,9 +33,12 @@ def models(tmp_path_factory):
 def drive(models):
     """Run a script to its end; what it says. `drive("saves", "plain")` runs drive_saves.py on the models' folder."""
 
-    def run(script, *arguments):
+    def run(script, *arguments, hash_seed="random"):
         command = [sys.executable, str(HERE / f"drive_{script}.py"), str(models), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_USE_S, check=False)
+        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FIRST_USE_S, check=False, env=environment
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert len(lines) == 1

@@ -204,7 +204,6 @@ def main(folder):
     facts["refused"] = {
         "nothing": refusal(connector),
         "setting": refusal(connector, kv_connector_extra_config={"host_byte": 1}),
-        "role": refusal(connector, kv_role="kv_producer"),
         "pipeline": refusal(connector, pipeline_parallel_size=2),
         "groups": refusal(connector, kv_cache_groups=[replace(groups[0], kv_cache_spec=None)]),
     }

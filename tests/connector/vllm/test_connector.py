@@ -126,8 +126,7 @@ def test_the_connector_is_known_by_name_and_keeps_full_graphs(facts):
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, host_bytes"),
-        ("role", "UnsupportedModel", "a kv_role other than kv_both"),
+        ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, disk_bytes, disk_path, host_bytes"),
         ("pipeline", "UnsupportedModel", "pipeline parallelism"),
         ("groups", "UnsupportedModel", "caches of"),
     ],

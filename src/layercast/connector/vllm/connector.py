@@ -32,6 +32,8 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
     """
 
     _cache_hit_source = HIT_SOURCE
+    requires_kv_delivery = False
+    """A pool owes nobody what it saves: a dropped save is a miss."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -43,6 +45,11 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 "kv_load_failure_policy is %r: a request whose cached KV is lost or damaged will end in an error; "
                 "set it to 'recompute'",
                 transfer.kv_load_failure_policy,
+            )
+        if transfer.kv_role != "kv_both" and not self.config.disk_path and role is KVConnectorRole.SCHEDULER:
+            _log.warning(
+                "kv_role is %r, but nothing is shared with other engines: set disk_path to a folder that they all see",
+                transfer.kv_role,
             )
 
     @property

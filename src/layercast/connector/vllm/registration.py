@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from vllm import __version__ as VERSION
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from layercast.connector.vllm import versions
+from layercast.connector.vllm.weights import weights_digest
 from layercast.errors import BadPlane, UnsupportedModel
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.identities import identities_of
@@ -63,7 +65,6 @@ def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
-        "a kv_role other than kv_both": config.kv_transfer_config.kv_role != "kv_both",
         f"caches of {', '.join(strange)}": bool(strange),
         "caches that vLLM keeps out of transfers": versions.transferred_groups(caches) != len(caches.kv_cache_groups),
         "recurrent layers without their states at block boundaries; set --enable-prefix-caching "
@@ -80,8 +81,14 @@ def refuse(config: VllmConfig, caches: KVCacheConfig) -> None:
         raise UnsupportedModel(f"layercast's vLLM connector does not handle {'; '.join(found)}")
 
 
-def register(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Registration:
-    """Layers, layout and identities of the tensors that vLLM registers. Raises BadPlane and what `layout_of` raises."""
+def register(
+    config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, torch.Tensor], lasting: bool
+) -> Registration:
+    """Layers, layout and identities of the tensors that vLLM registers. Raises BadPlane and what `layout_of` raises.
+
+    lasting: whether KV outlives this process, so that weights are named by content, and all that may change what a
+    kernel writes by its version. Raises UnsupportedModel where that can't be done.
+    """
     layers = {name: index for index, name in enumerate(tensors)}
     specs = [_group(index, group, layers) for index, group in enumerate(caches.kv_cache_groups)]
     planes, kernels = [], []
@@ -97,12 +104,21 @@ def register(config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, to
         layout,
         model=model.model,
         revision=model.revision or "",
-        weights_version=f"{model.dtype} {model.quantization}",
+        weights_version=f"{model.dtype} {model.quantization}{_lasting(config) if lasting else ''}",
         draft=_draft(config),
         packing=f"{sorted(set(kernels))} {versions.layout_name(caches)} {config.cache_config.cache_dtype}",
     )
     target = frozenset(layer for name, layer in layers.items() if not _is_draft(config, name))
     return Registration(layers, target, layout, identities)
+
+
+def _lasting(config: VllmConfig) -> str:
+    """What names the weights in any process. The path of the model stays in the identity beside it."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # a setting of older versions
+        raise UnsupportedModel(
+            "calculate_kv_scales: KV scaled by the first prompt is no other process's; unset disk_path"
+        )
+    return f" {weights_digest(config)} vllm {VERSION}"
 
 
 def _is_draft(config: VllmConfig, name: str) -> bool:

@@ -6,8 +6,7 @@ Does not know tensors, addresses or how bytes move.
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,19 +19,20 @@ from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
 from layercast.connector.vllm import recovery
+from layercast.connector.vllm.due import Due, snapshots_of, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.stats import Stats
-from layercast.connector.vllm.tracked import TIER, Tracked, wishes_of
+from layercast.connector.vllm.tracked import DISK, Tracked, wishes_of
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
-from layercast.flow.orders import LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepOrders
+from layercast.flow.orders import LoadOutcome, SaveOutcome
 from layercast.observe.receipts import MissReason
-from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.spec.groups import GroupKind
 
 _log = logging.getLogger("layercast")
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -101,6 +101,13 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     # ---- loads ----
 
+    def on_new_request(self, request: Request) -> None:
+        """Have what lies below the slab brought up while the request waits in the queue."""
+        if self.side is not None and self.side.backing is not None:
+            known = self._track(request)
+            if known.load and not request.skip_reading_prefix_cache:
+                self.side.seek(request.request_id, request.all_token_ids[:], known.extras)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond those that vLLM holds, whether in the background); None: ask again."""
         if self.side is None:
@@ -119,9 +126,13 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._forwards.company(request.request_id, self.tracked),
             self._forwards.most_tokens,
         )
-        if match.coming > max(match.tokens, num_computed_tokens) and self._may_wait(known):
+        coming = match.coming > max(match.tokens, num_computed_tokens)
+        rising = self._side.rising(request.request_id, coming)
+        if (coming or rising) and self._may_wait(known, rising):
             return None, False
         known.match, known.miss, known.local = match, match.miss, num_computed_tokens
+        if self._side.brought_up(request.request_id):
+            known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, match.decision.parked and tokens > 0
 
@@ -135,7 +146,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             return
         known.promised, known.failed = num_external_tokens, False
         known.decision, known.parked = match.decision, match.decision.parked
-        tables = _tables(blocks.get_block_ids())
+        tables = tables_of(blocks.get_block_ids())
         order = self._side.load_order(request.request_id, match, tables)
         if order is None:
             self._lost(known, match, tables)
@@ -150,10 +161,10 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._reading.add(order.id)
             self._forwards.admitted(match.nbytes, request.num_tokens - match.tokens)
 
-    def _may_wait(self, known: Tracked) -> bool:
+    def _may_wait(self, known: Tracked, rising: bool) -> bool:
         now = time.monotonic()
         known.asked_s = known.asked_s or now
-        return now < known.asked_s + ASK_AGAIN_S
+        return now < known.asked_s + (self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S)
 
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
@@ -188,6 +199,10 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.reading = self._tables.of(name)[0] if self._reading else ()
             self._save(known, before, before + tokens)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
+        below = None if self.side is None else self.side.backing
+        if below is not None and below.waiting:
+            self._due.tier += below.orders()
+            self._drain_until_s = time.monotonic() + DRAIN_S
         if self._due.empty:
             return NOTHING
         due, self._due = self._due, Due(self._due.steps)
@@ -227,11 +242,11 @@ class SchedulerHooks(KVConnectorBase_V1):
             return
         known.saved = end
         name = request.request_id
-        tables = _tables(self._tables.of(name) if ended is None else ended)
+        tables = tables_of(self._tables.of(name) if ended is None else ended)
         snapshots = self._tables.snapshots(name) if ended is None else ()
         for group, spec in enumerate(self._side.specs):
             if spec.kind is GroupKind.RECURRENT:
-                tables[group] = _snapshots(spec, group, snapshots)
+                tables[group] = snapshots_of(spec, group, snapshots)
         order = self._side.save_order(name, request.all_token_ids[:end], start, end, tables, known.extras)
         if order is not None:
             self._holds.keep(order.id, order.pairs)
@@ -255,7 +270,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
-        self._stats.looked_up(known.promised, TIER, known.miss)
+        self._stats.looked_up(known.promised, known.tier, known.miss)
         _log.info("receipt %s", msgspec.json.encode(known.receipt).decode())
         return False, known.reply
 
@@ -293,6 +308,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             self.outcomes += outcomes
             for outcome in outcomes:
                 self._stats.ended(outcome)
+            for below in report.tier:
+                self._stats.tier_ended(below)
 
     def _distrust(self, request: str) -> None:
         """A request whose load has failed once computes."""
@@ -315,7 +332,8 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     @property
     def _quiet(self) -> bool:
-        return self._due.empty and not self._side.awaits_reports
+        below = self._side.backing
+        return self._due.empty and not self._side.awaits_reports and (below is None or not below.waiting)
 
     def reset_cache(self) -> bool:
         """Change the identity of all KV: what is stored is found no more, nor is what live requests have computed.
@@ -328,11 +346,20 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.load = known.save = False
         return True
 
+    def shutdown(self) -> None:
+        """End what looks below the slab."""
+        super().shutdown()
+        if self.side is not None:
+            self.side.close()
+
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)
         if known is None:
             wishes, stated = wishes_of(request)
-            known = Tracked(request, {}, load=wishes.load, save=wishes.save, told=stated)
+            role = self._kv_transfer_config
+            load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
+            known = Tracked(request, {}, load=load, save=save, told=stated)
+            known.miss = None if role.is_kv_consumer else MissReason.PRODUCER
             self.tracked[request.request_id] = known
             try:
                 grain = min(spec.block_size for spec in self._side.specs)
@@ -341,58 +368,3 @@ class SchedulerHooks(KVConnectorBase_V1):
                 known.load = known.save = False
                 known.miss = MissReason.NOT_CACHEABLE
         return known
-
-
-class Due:
-    """What goes to the workers with the next step."""
-
-    def __init__(self, steps: "count[int] | None" = None) -> None:
-        self.steps = steps or count()
-        self.loads: list[LoadOrder] = []
-        self.background: list[LoadOrder] = []
-        self.saves: list[SaveOrder] = []
-        self.joins: list[str] = []
-        self.aborts: list[str] = []
-        self.lost_blocks: set[int] = set()
-        self.lost_requests: set[str] = set()
-        self.misled: set[str] = set()
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing."""
-        return not (
-            self.loads
-            or self.saves
-            or self.background
-            or self.joins
-            or self.aborts
-            or self.lost_blocks
-            or self.lost_requests
-        )
-
-    def orders(self) -> Orders:
-        """All of it, under the next step's number."""
-        orders = StepOrders(
-            next(self.steps),
-            tuple(self.loads),
-            tuple(self.saves),
-            background=tuple(self.background),
-            aborts=tuple(self.aborts),
-            joins=tuple(self.joins),
-        )
-        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
-
-
-def _tables(block_ids: Sequence[Sequence[int]]) -> list[Table]:
-    """Block tables by group; vLLM's block 0 is the null block."""
-    return [[block or None for block in ids] for ids in block_ids]
-
-
-def _snapshots(spec: GroupSpec, group: int, offers: Iterable[tuple[int, int, int]]) -> Table:
-    """Where vLLM leaves a recurrent group's states at block boundaries in this step, by (group, block, tokens)."""
-    at = {
-        tokens // spec.block_size - 1: block
-        for owner, block, tokens in offers
-        if owner == group and block and tokens % spec.block_size == 0
-    }
-    return [at.get(index) for index in range(max(at, default=-1) + 1)]

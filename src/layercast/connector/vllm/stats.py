@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.flow.orders import LoadOutcome, SaveOutcome, TierOutcome
 from layercast.observe.receipts import MissReason
 
 FULL_GRAPH_STEPS = "full_graph_steps_with_loads"
@@ -51,6 +51,13 @@ class Stats(KVConnectorStats):
         else:
             self.add("transfers", "saved" if outcome.saved else "save failed")
             self.add("swept_layers", direction, outcome.swept_layers)
+
+    def tier_ended(self, outcome: TierOutcome) -> None:
+        """Count what has come up from the tier below the slab, or gone down to it, on a rank."""
+        direction = "disk read" if outcome.fetch else "disk write"
+        self.add("transfers", direction if outcome.done else f"{direction} failed")
+        self.add("bytes", direction, outcome.nbytes)
+        self.add("transfer_seconds", direction, outcome.seconds)
 
     def looked_up(self, tokens: int, tier: str, miss: MissReason | None) -> None:
         """Count what a request was promised, or why nothing."""

@@ -16,7 +16,7 @@ from layercast.observe.receipts import MissReason, Receipt
 from layercast.plan.policy import NO_HIT, Decision
 from layercast.spec.keys import Extra
 
-TIER = "host"
+TIER, DISK = "host", "disk"
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class Tracked:
     local: int = 0
     """Leading tokens that vLLM held itself."""
     promised: int = 0
+    tier: str = TIER
+    """Where what was promised came from: "disk" if any of it was brought up for this request."""
     asked_s: float | None = None
     """When it was first told to ask again."""
     decision: Decision = NO_HIT
@@ -58,7 +60,8 @@ class Tracked:
         """What the request's reply carries of the pool."""
         if not self.told:
             return None
-        return {"layercast": {"loaded_tokens": self.promised, "tier": TIER if self.promised else "", "miss": self.why}}
+        tier = self.tier if self.promised else ""
+        return {"layercast": {"loaded_tokens": self.promised, "tier": tier, "miss": self.why}}
 
     @property
     def why(self) -> str:
@@ -77,7 +80,7 @@ class Tracked:
             loaded_tokens=landed,
             nbytes=0 if load is None else load.nbytes,
             layers=0 if load is None else load.layers,
-            tier=TIER if landed else "",
+            tier=self.tier if landed else "",
             mode=self.decision.mode if self.promised else "",
             window=self.decision.window,
             reason=self.decision.reason,

@@ -63,15 +63,23 @@ class WorkerHooks(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the slab for the engine's memory and start what copies; those of an earlier registration end."""
         self._closing.close()
-        found = register(self._vllm_config, self._kv_cache_config, kv_caches)
+        found = register(self._vllm_config, self._kv_cache_config, kv_caches, lasting=bool(self.config.disk_path))
         self._layers, self._target, self._unheard = found.layers, found.target, set(found.layers)
         keep = tuple(kv_caches.values())
-        opened = open_worker(found.layout, self.config, keep=keep, link_gbps=self.link_gbps, timeline=self.timeline)
+        self._rank = get_tensor_model_parallel_rank()
+        opened = open_worker(
+            found.layout,
+            self.config,
+            keep=keep,
+            link_gbps=self.link_gbps,
+            timeline=self.timeline,
+            rank=self._rank,
+            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+        )
         self._worker = self._closing.enter_context(opened)
         specs = tuple(group.spec for group in found.layout.groups)
         sizes = tuple(group.block_bytes for group in found.layout.groups)
         self._handshake = Handshake(WorkerFacts(specs, found.identities, self._worker.ways.slots, sizes))
-        self._rank = get_tensor_model_parallel_rank()
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
         """As `register_kv_caches`, where 0.26 to 0.28 have put all layers of a block together."""
@@ -218,7 +226,7 @@ class WorkerHooks(KVConnectorBase_V1):
                 self._failed_blocks |= _blocks(load)
 
     def _note(self, report: StepReport) -> None:
-        if report.loads or report.saves or report.failed:
+        if report.loads or report.saves or report.failed or report.tier:
             self._reports.append((self._rank, report))
 
     def shutdown(self) -> None:

@@ -1,0 +1,70 @@
+"""What goes to the workers with the next step, and vLLM's block tables as the pool reads them.
+
+Does not know requests, nor why something moves.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from layercast.connector.vllm.metadata import Orders
+from layercast.control.scheduler import Table
+from layercast.flow.orders import LoadOrder, SaveOrder, StepOrders, TierOrder
+from layercast.spec.groups import GroupSpec
+
+
+class Due:
+    """What goes to the workers with the next step."""
+
+    def __init__(self, steps: "count[int] | None" = None) -> None:
+        self.steps = steps or count()
+        self.loads: list[LoadOrder] = []
+        self.background: list[LoadOrder] = []
+        self.saves: list[SaveOrder] = []
+        self.joins: list[str] = []
+        self.aborts: list[str] = []
+        self.tier: list[TierOrder] = []
+        self.lost_blocks: set[int] = set()
+        self.lost_requests: set[str] = set()
+        self.misled: set[str] = set()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing."""
+        return not (
+            self.loads
+            or self.saves
+            or self.background
+            or self.joins
+            or self.aborts
+            or self.tier
+            or self.lost_blocks
+            or self.lost_requests
+        )
+
+    def orders(self) -> Orders:
+        """All of it, under the next step's number."""
+        orders = StepOrders(
+            next(self.steps),
+            tuple(self.loads),
+            tuple(self.saves),
+            background=tuple(self.background),
+            aborts=tuple(self.aborts),
+            joins=tuple(self.joins),
+            tier=tuple(self.tier),
+        )
+        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
+
+
+def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:
+    """Block tables by group; vLLM's block 0 is the null block."""
+    return [[block or None for block in ids] for ids in block_ids]
+
+
+def snapshots_of(spec: GroupSpec, group: int, offers: Iterable[tuple[int, int, int]]) -> Table:
+    """Where vLLM leaves a recurrent group's states at block boundaries in this step, by (group, block, tokens)."""
+    at = {
+        tokens // spec.block_size - 1: block
+        for owner, block, tokens in offers
+        if owner == group and block and tokens % spec.block_size == 0
+    }
+    return [at.get(index) for index in range(max(at, default=-1) + 1)]
