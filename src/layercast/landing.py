@@ -17,14 +17,16 @@ class Landing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._done = False
+        self._over: threading.Event | None = None
+        """Made by the first who waits: of a step's many, hardly one is waited for on the host."""
         self._error: BaseException | None = None
         self._calls: list[Callable[[Landing], None]] = []
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
-        return self._ended.is_set()
+        return self._done
 
     @property
     def error(self) -> BaseException | None:
@@ -37,7 +39,10 @@ class Landing:
 
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
-        if not self._ended.wait(timeout_s):
+        with self._lock:
+            if not self._done and self._over is None:
+                self._over = threading.Event()
+        if not self._done and self._over is not None and not self._over.wait(timeout_s):
             raise DeadlineExceeded(f"not ended within {timeout_s:g} s; it may still land later")
         if self._error is not None:
             raise self._error
@@ -45,7 +50,7 @@ class Landing:
     def then(self, call: "Callable[[Landing], None]") -> None:
         """Call `call(self)` once it has ended: at once if it has, else on the thread that ends it. Must not block."""
         with self._lock:
-            if not self._ended.is_set():
+            if not self._done:
                 self._calls.append(call)
                 return
         call(self)
@@ -60,11 +65,13 @@ class Landing:
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self._done:
                 raise BadTransition("this has ended already; whoever does the work ends it once")
             self._error = error
-            self._ended.set()
+            self._done = True
             calls, self._calls = self._calls, []
+            if self._over is not None:
+                self._over.set()
         for call in calls:
             try:
                 call(self)

@@ -58,6 +58,24 @@ def test_parts_of_a_plan_are_together_the_plan(case, size):
 
 
 @settings(max_examples=60, deadline=None)
+@given(copies(), st.integers(1, 4))
+def test_all_windows_at_once_are_the_windows_one_by_one(case, size):
+    source, target, sources, targets = case
+    plan = route_between(source.group, target.group).plan(sources, targets)
+    windows = [LAYERS[at : at + size] for at in range(0, len(LAYERS), size)]
+    for found, window in zip(plan.windows(windows), windows, strict=True):
+        wanted = plan.window(window)
+        assert all(np.array_equal(getattr(found, name), getattr(wanted, name)) for name in Pieces.__slots__)
+
+
+def test_layers_that_are_alike_but_for_where_they_lie_are_known_to_be():
+    engine = block_major(4, 8, 0)
+    shifts = route_between(engine.group, engine.group).shifts
+    step = engine.group.layer_bytes(0)
+    assert shifts == {layer: (layer * step, layer * step) for layer in range(4)}
+
+
+@settings(max_examples=60, deadline=None)
 @given(copies(), st.randoms())
 def test_the_order_of_the_pairs_does_not_matter(case, random):
     source, target, sources, targets = case

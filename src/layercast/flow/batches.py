@@ -12,9 +12,12 @@ from layercast.flow.issue import Batch
 from layercast.flow.orders import BlockPairs, LoadOrder
 from layercast.flow.runs import Expected, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
-from layercast.plan.batches import batches_of, windows_of
+from layercast.plan.batches import batches_of_all, windows_of
 from layercast.plan.pieces import CopyPlan, Pieces, Route, route_between
 from layercast.spec.groups import Layout
+
+Share = tuple[tuple[int, ...], list[Pieces]]
+"""Layers of a window that one group has, and their pieces."""
 
 
 class SlabMemory(Protocol):
@@ -77,26 +80,27 @@ class Ways:
         """All batches of a load, window by window, each ordered behind `after`."""
         plans = self.load_plans(order.pairs)
         moved = {layer for _, plan in plans for layer in plan.layers}
+        windows = [[layer for layer in window if layer in moved] for window in windows_of(self.layers, order.window)]
+        shares = [self._shares(plan, windows) for _, plan in plans]
         batches: list[Batch] = []
-        for window in windows_of(self.layers, order.window):
-            layers = tuple(layer for layer in window if layer in moved)
-            for group, plan in plans:
-                mine = [layer for layer in layers if layer in plan.columns]
+        for nth, window in enumerate(windows):
+            for (group, plan), share in zip(plans, shares, strict=True):
+                mine, parts = share[nth]
                 if mine:
-                    batches += self._loads_of_group(run, layers, mine, group, plan, after)
+                    batches += self._loads_of_group(run, tuple(window), (mine, parts), group, plan, after)
         return batches
 
     def _loads_of_group(
         self,
         run: LoadRun,
         window: tuple[int, ...],
-        mine: Sequence[int],
+        share: "Share",
         group: int,
         plan: CopyPlan,
         after: tuple[Flight, ...],
     ) -> list[Batch]:
         """One window's copies of one group; digests ride on the last batch, since movers keep order."""
-        *parts, end = self._parts(plan, mine)
+        mine, (*parts, end) = share
         ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.verify]
         last = Batch(run, run.id, window, end, tuple(ranges), after)
         if ranges:
@@ -107,26 +111,28 @@ class Ways:
             )
         return [*(Batch(run, run.id, window, part, (), after) for part in parts), last]
 
-    def save_batches(
-        self, save: SaveRun, plans: Sequence[tuple[int, CopyPlan]], window: Sequence[int], after: Flight
-    ) -> list[Batch]:
-        """The copies of a save in one window, ordered behind `after`."""
+    def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
+        """The copies of a save in the windows that have been written, each ordered behind its flight."""
         batches: list[Batch] = []
-        for group, plan in plans:
-            mine = tuple(layer for layer in window if layer in plan.columns)
-            if not mine:
-                continue
-            *parts, end = self._parts(plan, mine)
-            ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
-            last = Batch(save, save.order.id, mine, end, tuple(ranges), (after,))
-            save.places[last] = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
-            batches += [*(Batch(save, save.order.id, mine, part, (), (after,)) for part in parts), last]
+        for group, plan in save.plans:
+            shares = self._shares(plan, [window for window, _ in written])
+            for (mine, found), (_, after) in zip(shares, written, strict=True):
+                if not mine:
+                    continue
+                *parts, end = found
+                ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
+                last = Batch(save, save.order.id, mine, end, tuple(ranges), (after,))
+                if ranges:
+                    save.places[last] = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
+                batches += [*(Batch(save, save.order.id, mine, part, (), (after,)) for part in parts), last]
         return batches
 
-    def _parts(self, plan: CopyPlan, layers: Sequence[int]) -> list[Pieces]:
-        return batches_of(
-            plan, layers, self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
-        )
+    def _shares(self, plan: CopyPlan, windows: Sequence[Sequence[int]]) -> "list[Share]":
+        """For each window the layers that the plan has of it, and their pieces in batches within the limits."""
+        mine = [tuple(layer for layer in window if layer in plan.columns) for window in windows]
+        limits = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
+        parts = iter(batches_of_all(plan, [layers for layers in mine if layers], *limits))
+        return [(layers, next(parts) if layers else []) for layers in mine]
 
     def _place(self, group: int, layer: int) -> int:
         """The layer's row in the group's digests."""

@@ -285,13 +285,14 @@ class LayerStep:
 
     def _hand_over(self) -> None:
         """Issue what is ready to be saved, in the order in which it was written."""
+        ready, self._ready = self._ready, []
         every: list[Batch] = []
-        for save, window, after in self._ready:
-            batches = self._worker.ways.save_batches(save, save.plans, window, after) if save.error is None else []
+        for save in dict.fromkeys(save for save, _, _ in ready if save.error is None):
+            written = [(window, after) for other, window, after in ready if other is save]
+            batches = self._worker.ways.save_batches(save, written)
             save.queue(batches)
             every += batches
-        self._ready = []
-        self._worker.issuer.add_saves(every)
+        self._worker.issuer.add_saves(sorted(every, key=lambda batch: batch.layers[0]))
 
     @property
     def reads(self) -> tuple[LoadOrder | ReceiveOrder, ...]:

@@ -234,3 +234,8 @@ def standing(flight: Flight) -> bool:
     if isinstance(flight, CudaFlight):
         return flight.wave.issued.is_set() and flight.promised(0)
     return flight.error is None and (isinstance(flight, Mark) or flight.done)
+
+
+def moving(flight: Flight) -> bool:
+    """Whether a stream has something to wait for."""
+    return isinstance(flight, Mark) or (isinstance(flight, CudaFlight) and not flight.moved)

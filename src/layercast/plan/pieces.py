@@ -8,8 +8,8 @@ blocks in the order in which they were freed, which is often last first.
 Does not know devices, gates or requests.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -101,10 +101,15 @@ class BlockRuns:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The copies of one group's blocks from one side to the other, layer by layer or window by window."""
+    """The copies of one group's blocks from one side to the other, layer by layer or window by window.
+
+    shifts: for each layer how far its columns lie from those of the first, on the source and on the target; empty where
+    layers are not alike but for that.
+    """
 
     runs: BlockRuns
     columns: dict[int, Columns]
+    shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -125,6 +130,35 @@ class CopyPlan:
         chosen = [self.columns[layer] for layer in layers]
         columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
         return _spread(columns, self.runs)
+
+    def windows(self, windows: Sequence[Sequence[int]]) -> list[Pieces]:
+        """The pieces of each window; where windows are alike but for where they lie, all by one addition."""
+        if len(windows) < 2:
+            return [self.window(layers) for layers in windows]
+        first = self.window(windows[0])
+        alike = self._inside(windows[0])
+        ways = [self._shift(windows[0], layers) if alike == self._inside(layers) else None for layers in windows]
+        shifts = np.array([way or (0, 0) for way in ways], np.int64)
+        source, target = first.source + shifts[:, :1], first.target + shifts[:, 1:]
+        rest = (first.length, first.count, first.source_stride, first.target_stride)
+        return [
+            self.window(layers) if way is None else Pieces(source[nth], target[nth], *rest)
+            for nth, (layers, way) in enumerate(zip(windows, ways, strict=True))
+        ]
+
+    def _inside(self, layers: Sequence[int]) -> list[tuple[int, int]] | None:
+        """How far a window's layers lie from its first; None where layers are not alike."""
+        if not self.shifts:
+            return None
+        source, target = self.shifts[layers[0]]
+        return [(self.shifts[layer][0] - source, self.shifts[layer][1] - target) for layer in layers]
+
+    def _shift(self, first: Sequence[int], layers: Sequence[int]) -> tuple[int, int] | None:
+        """How far a window lies from another; None where layers are not alike."""
+        if not self.shifts:
+            return None
+        (source, target), (ours, theirs) = self.shifts[first[0]], self.shifts[layers[0]]
+        return ours - source, theirs - target
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
@@ -163,17 +197,21 @@ class CopyPlan:
         skip = (low - starts)[keep]
         step = self.runs.step[keep]
         runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip * step, (high - low)[keep], step)
-        return CopyPlan(runs, self.columns)
+        return CopyPlan(runs, self.columns, self.shifts)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way from one group's memory to another's: columns of every layer, made once for a pair of sides."""
+    """The way from one group's memory to another's: columns of every layer, made once for a pair of sides.
+
+    shifts: as of `CopyPlan`.
+    """
 
     name: str
     source_blocks: int
     target_blocks: int
     columns: dict[int, Columns]
+    shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
@@ -186,7 +224,7 @@ class Route:
             raise BadBlocks(f"{self.name}: {len(source)} source blocks for {len(target)} target blocks")
         if len(target) > 1 and len(np.unique(target)) != len(target):
             raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
-        return CopyPlan(_runs(source, target), self.columns)
+        return CopyPlan(_runs(source, target), self.columns, self.shifts)
 
 
 def route_between(source: Group, target: Group) -> Route:
@@ -197,7 +235,7 @@ def route_between(source: Group, target: Group) -> Route:
     if source.layers != target.layers:
         raise LayoutMismatch(f"{source.name}: layers {source.layers} against {target.layers}")
     columns = {layer: _layer_columns(source, target, layer) for layer in source.layers}
-    return Route(source.name, source.blocks, target.blocks, columns)
+    return Route(source.name, source.blocks, target.blocks, columns, shifts_of(columns))
 
 
 def checked_ids(ids: Sequence[int], blocks: int, owner: str) -> Ints:
@@ -226,6 +264,25 @@ def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
 def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, target_stride: int) -> Columns:
     """Columns whose ranges share one pair of block strides."""
     return Columns(source, target, length, np.full_like(length, source_stride), np.full_like(length, target_stride))
+
+
+def shifts_of(columns: Mapping[int, Columns]) -> dict[int, tuple[int, int]]:
+    """For each layer how far all its columns lie from those of the first; nothing where that is not one distance."""
+    shifts: dict[int, tuple[int, int]] = {}
+    first = next(iter(columns.values()), None)
+    for layer, mine in columns.items():
+        assert first is not None
+        alike = all(np.array_equal(getattr(mine, name), getattr(first, name)) for name in _SHAPE)
+        if not alike or not len(mine.length):
+            return {}
+        source, target = np.unique(mine.source - first.source), np.unique(mine.target - first.target)
+        if len(source) != 1 or len(target) != 1:
+            return {}
+        shifts[layer] = (int(source[0]), int(target[0]))
+    return shifts
+
+
+_SHAPE = ("length", "source_stride", "target_stride")
 
 
 def merged_columns(parts: Sequence[Columns]) -> Columns:
