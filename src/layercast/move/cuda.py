@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -150,8 +151,14 @@ class CudaMover(Mover):
             for flight in others:
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
-            program = self._program(arm.lane, orders, wave)
-            self._issue(program.table(), program.columns(), self._cuts, wave.errors)
+            self._driver.bind()
+            batches = [order.pieces for order in orders]
+            pinned = self._pinned(arm.lane.direction, batches)
+            first = next((pieces for pieces in batches if len(pieces)), batches[0])
+            whole = not pinned or arm.lane.way([first]) is Way.ENGINE
+            for part in [range(len(orders))] if whole else _growing(len(orders)):
+                program = self._program(arm.lane, orders, part, wave, pinned=pinned)
+                self._issue(program.table(), program.columns(), self._cuts, wave.errors)
             wave.issued.set()
             arm.watcher.add(flights)
 
@@ -262,15 +269,13 @@ class CudaMover(Mover):
     def _watch(self, marks: Sequence[Mark]) -> None:
         self._arm(Direction.LOCAL).watcher.add(marks)
 
-    def _program(self, lane: Lane, orders: Sequence[_Order], wave: Wave) -> Program:
-        """The wave as a program: each batch behind its hurdles, counted once it has moved."""
-        self._driver.bind()
-        program = Program(EVERYBODYS)
-        batches = [order.pieces for order in orders]
-        pinned = self._pinned(lane.direction, batches)
+    def _program(self, lane: Lane, orders: Sequence[_Order], part: range, wave: Wave, *, pinned: bool) -> Program:
+        """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
+        program, batches = Program(EVERYBODYS), [orders[index].pieces for index in part]
         way = lane.way(batches) if pinned else Way.ENGINE
-        started, stream = lane.start(program, way), lane.copy
-        for index, order in enumerate(orders):
+        started, stream = lane.start(program, way, batches), lane.copy
+        for index in part:
+            order = orders[index]
             for flight in order.after:
                 lane.wait(program, way, flight)
             if order.behind:
@@ -281,7 +286,8 @@ class CudaMover(Mover):
             program.write(stream, lane.tally.address, wave.number(index))
             if order.flag:
                 program.write(stream, order.flag)
-        program.record(wave.event.handle, stream)
+        if part.stop == len(orders):
+            program.record(wave.event.handle, stream)
         lane.finish(program, started, stream)
         return program
 
@@ -325,6 +331,12 @@ class CudaMover(Mover):
             self._read_back = (self._driver.host_memory(nbytes), nbytes)
             self._staged += nbytes - size
         return self._read_back[0]
+
+
+def _growing(count: int) -> list[range]:
+    """Parts of 1, 3, 12, 48, ... batches: a kernel's tables are written while the part before them moves."""
+    ends = [1, *(4**nth for nth in range(1, count.bit_length() // 2 + 2))]
+    return [range(first, min(last, count)) for first, last in pairwise([0, *ends]) if first < count]
 
 
 def torch_stream() -> int:

@@ -5,16 +5,19 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from layercast.errors import OutOfMemory
+from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
-from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, rows_of, stretches, way_of
+from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, aligned, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, table_of
 from layercast.plan.pieces import Pieces
 
@@ -39,6 +42,15 @@ class Slot:
     free: int
 
 
+class Launch(NamedTuple):
+    """What the kernel is told: the address of its table in device memory, the table's columns, and its pieces."""
+
+    table: int
+    columns: int
+    pieces: int
+    longest: int
+
+
 @dataclass(slots=True)
 class Tables:
     """The kernel's tables of one program, written in pinned memory, read in device memory."""
@@ -49,13 +61,22 @@ class Tables:
     filled: int
     used: int = 0
 
-    def add(self, source: Ints, target: Ints, length: Ints) -> tuple[int, int]:
-        """Append one launch's table: (address in device memory, columns)."""
-        table = table_of(source, target, length)
+    def add(self, source: Ints, target: Ints, length: Ints) -> "Launch":
+        """Append one launch's table."""
+        return next(self.add_all(Rows(source, target, length, np.zeros(len(length), np.int64)), 1))
+
+    def add_all(self, rows: Rows, batches: int) -> "Iterator[Launch]":
+        """Append one table for the launches of so many batches; a launch for each that has rows."""
+        table, first, counts = table_of(rows, batches)
         ctypes.memmove(self.host + self.used, table.ctypes.data, table.nbytes)
-        address = self.device + self.used
+        address, columns = self.device + self.used, table.shape[1]
         self.used += table.nbytes
-        return address, table.shape[1]
+        some = np.flatnonzero(counts)
+        longest = np.maximum.reduceat(rows.length, (np.cumsum(counts) - counts)[some])
+        at = (address + 8 * first[some]).tolist()
+        return (
+            Launch(*each) for each in zip(at, repeat(columns), counts[some].tolist(), longest.tolist(), strict=False)
+        )
 
 
 @dataclass(slots=True)
@@ -90,6 +111,7 @@ class Lane:
         self.tally = Tally(self._word)
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
+        self._launches: Iterator[Launch] = iter(())
         if kernel is not None:
             self._take_tables()
             if direction in (Direction.UP, Direction.DOWN) and staging_limit:
@@ -111,19 +133,22 @@ class Lane:
 
     def way(self, pieces: Sequence[Pieces]) -> Way:
         """How these batches are to move; the first that has pieces stands for all."""
-        rows = rows_of([next((part for part in pieces if len(part)), Pieces.join([]))])
-        # A launch has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        kernel = bool(self.staging.tables) and 24 * 2 * (sum(map(len, pieces)) + 2) <= TABLE_BYTES
-        fits = bool(self.staging.slots) and int(rows.length.max(initial=0)) <= self.staging.slot_bytes
-        way = way_of(rows, self.direction, self.costs, staging=fits, kernel=kernel)
+        first = rows_of([next((part for part in pieces if len(part)), Pieces.join([]))])
+        fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
+        way = way_of(first, self.direction, self.costs, staging=fits, kernel=bool(self.staging.tables))
         if way is Way.ENGINE:
             return way
-        every = rows_of(list(pieces))
+        every = Pieces.join(list(pieces))
         fits = way is Way.KERNEL or int(every.length.max()) <= self.staging.slot_bytes
-        return way if fits and every.aligned and 24 * 2 * (len(every) + 2) <= TABLE_BYTES else Way.ENGINE
+        # A launch has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
+        fits &= 24 * 2 * (int(every.count.sum()) + 2) <= TABLE_BYTES
+        return way if fits and aligned(every) else Way.ENGINE
 
-    def start(self, program: Program, way: Way) -> int:
-        """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back."""
+    def start(self, program: Program, way: Way, batches: Sequence[Pieces]) -> int:
+        """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
+
+        batches: those that `move` gets next, in this order.
+        """
         for stream in self._streams(way):
             program.wait(stream, self._tail)
         if way is not Way.ENGINE:
@@ -131,14 +156,16 @@ class Lane:
             self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
             self.driver.sleep_until(self._tables.free)
             self._tables.used = 0
+            if way is Way.KERNEL:
+                self._launches = self._tables.add_all(rows_of(list(batches)), len(batches))
         return len(program.rows)
 
-    def wait(self, program: Program, way: Way, flight: CudaFlight | Mark) -> None:
+    def wait(self, program: Program, way: Way, flight: Flight) -> None:
         """What moves next waits for a flight of another lane, or for the caller's compute."""
         for stream in self._streams(way):
             if isinstance(flight, Mark):
                 program.wait(stream, flight.event.handle)
-            else:
+            elif isinstance(flight, CudaFlight):
                 program.hold_until(stream, flight.wave.tally.address, flight.number)
 
     def hold_until(self, program: Program, address: int, way: Way) -> None:
@@ -151,11 +178,10 @@ class Lane:
         if way is Way.ENGINE or not len(pieces):
             program.copies(pieces, self.copy, batched=pinned and self.driver.batches)
             return self.copy
-        rows = rows_of([pieces])
         if way is Way.KERNEL:
-            self._launch(program, rows, rows.source, rows.target, GRID[self.direction], self.copy)
+            self._launch(program, next(self._launches), GRID[self.direction], self.copy)
             return self.copy
-        self._staged(program, rows)
+        self._staged(program, rows_of([pieces]))
         return self.spread if self.direction is Direction.UP else self.copy
 
     def skip(self, number: int) -> None:
@@ -181,7 +207,8 @@ class Lane:
         program.record(self._tail, stream)
 
     def _staged(self, program: Program, rows: Rows) -> None:
-        up = self.direction is Direction.UP
+        up, tables = self.direction is Direction.UP, self._tables
+        assert tables is not None
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
         rows = rows.take(order)
         ends = np.cumsum(rows.length)
@@ -198,11 +225,11 @@ class Lane:
                 longer = plain_pieces(staged[heads], part.source[heads], length)
                 program.copies(longer, self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
-                self._launch(program, part, staged, part.target, STAGED_GRID, self.spread)
+                self._launch(program, tables.add(staged, part.target, part.length), STAGED_GRID, self.spread)
                 program.record(slot.free, self.spread)
             else:
                 program.wait(self.spread, slot.free)
-                self._launch(program, part, part.source, staged, STAGED_GRID, self.spread)
+                self._launch(program, tables.add(part.source, staged, part.length), STAGED_GRID, self.spread)
                 self._hand_over(program, self.spread, self.copy)
                 longer = plain_pieces(part.target[heads], staged[heads], length)
                 program.copies(longer, self.copy, batched=self.driver.batches)
@@ -213,11 +240,9 @@ class Lane:
         """The streams that this way uses."""
         return (self.copy, self.spread) if way is Way.STAGED else (self.copy,)
 
-    def _launch(self, program: Program, rows: Rows, source: Ints, target: Ints, grid: int, stream: int) -> None:
+    def _launch(self, program: Program, launch: Launch, grid: int, stream: int) -> None:
         assert self.kernel is not None
-        assert self._tables is not None
-        table, columns = self._tables.add(source, target, rows.length)
-        values = self.kernel.values(table, columns, len(rows), int(rows.length.max()))
+        values = self.kernel.values(*launch)
         program.launch(self.kernel.function, grid, self.kernel.threads, self.kernel.shared, stream, values)
 
     def _hand_over(self, program: Program, from_: int, to: int) -> None:

@@ -90,25 +90,27 @@ class Rows:
         """The chosen rows."""
         return Rows(self.source[index], self.target[index], self.length[index], self.batch[index])
 
-    @property
-    def aligned(self) -> bool:
-        """Whether a kernel can move them: all addresses and lengths are multiples of WORD."""
-        both = np.bitwise_or(np.bitwise_or(self.source, self.target), self.length)
-        return bool(int(np.bitwise_or.reduce(both, initial=0)) % WORD == 0)
+
+def aligned(pieces: "Pieces | Rows") -> bool:
+    """Whether a kernel can move them: all addresses, strides and lengths are multiples of WORD."""
+    columns = [pieces.source, pieces.target, pieces.length]
+    if isinstance(pieces, Pieces):
+        columns += [pieces.source_stride, pieces.target_stride]
+    return not any(int(np.bitwise_or.reduce(column, initial=0)) % WORD for column in columns)
 
 
 def rows_of(lists: "list[Pieces]") -> Rows:
     """All lists of pieces as rows, each list's rows together and in order."""
     pieces = Pieces.join(lists)
     batch = np.repeat(np.arange(len(lists)), [len(part) for part in lists])
+    if (pieces.count == 1).all() and pieces.length.all():
+        return Rows(pieces.source, pieces.target, pieces.length, batch)
     count = np.where(pieces.length > 0, pieces.count, 0)
-    if not (count == 1).all():
-        index = np.repeat(np.arange(len(count)), count)
-        nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        source = pieces.source[index] + nth * pieces.source_stride[index]
-        target = pieces.target[index] + nth * pieces.target_stride[index]
-        return Rows(source, target, pieces.length[index], batch[index])
-    return Rows(pieces.source, pieces.target, pieces.length, batch)
+    index = np.repeat(np.arange(len(count)), count)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    source = pieces.source[index] + nth * pieces.source_stride[index]
+    target = pieces.target[index] + nth * pieces.target_stride[index]
+    return Rows(source, target, pieces.length[index], batch[index])
 
 
 def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
@@ -122,7 +124,7 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
 def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
     """The way expected to take least time; the copy engine alone where another gains less than a tenth."""
     count = len(rows)
-    if count < 2 or not kernel or not rows.aligned:
+    if count < 2 or not kernel or not aligned(rows):
         return Way.ENGINE
     nbytes = int(rows.length.sum())
     link_us = nbytes / costs.gbps / 1e3

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import Refused
+from layercast.move.cuda_ways import Rows
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,7 +32,7 @@ class PieceKernel:
     owner: Any
 
     def values(self, table: int, columns: int, pieces: int, longest: int) -> Ints:
-        """Its parameters, for a table as of `table_of` with so many columns at `table` in device memory.
+        """Its parameters, for a batch that starts at `table` in device memory, in a table of so many columns.
 
         longest: bytes of the longest piece. The compiled code relies on rows at multiples of 16 bytes.
         """
@@ -42,17 +43,26 @@ class PieceKernel:
         return np.array([table, table + 8 * columns, table + 16 * columns, pieces, chunks, 0, 0], np.int64)
 
 
-def table_of(source: Ints, target: Ints, length: Ints) -> Ints:
-    """int64 [3, columns]: from, to, 8-byte words of each piece; an even number of columns. Asserts the alignment."""
-    assert_aligned(source, target, length)
-    table = np.zeros((3, len(length) + len(length) % 2), np.int64)
-    table[:, : len(length)] = source, target, length // 8
-    return table
+def table_of(rows: Rows, batches: int) -> tuple[Ints, Ints, Ints]:
+    """(int64 [3, columns]: from, to, 8-byte words of each row; each batch's first column; its rows).
+
+    Each batch starts at an even column, and the number of columns is even. Asserts the alignment.
+    """
+    assert_aligned(rows.source, rows.target, rows.length)
+    counts = np.bincount(rows.batch, minlength=batches)
+    wide = counts + counts % 2
+    first = np.cumsum(wide) - wide
+    at = np.arange(len(rows)) + (first - np.cumsum(counts) + counts)[rows.batch]
+    table = np.zeros((3, int(wide.sum())), np.int64)
+    for row, column in zip(table, (rows.source, rows.target, rows.length >> 3), strict=True):
+        row[at] = column
+    return table, first, counts
 
 
 def assert_aligned(*arrays: Ints) -> None:
     """The kernel moves 16 bytes at a time and never fewer."""
-    assert all(not np.any(array % WORD_BYTES) for array in arrays), "addresses and lengths must be multiples of 16"
+    together = (int(np.bitwise_or.reduce(array, initial=0)) for array in arrays)  # far quicker than a division each
+    assert all(not bits % WORD_BYTES for bits in together), "addresses and lengths must be multiples of 16"
 
 
 def copy_reference(source: Ints, target: Ints, length: Ints) -> None:
