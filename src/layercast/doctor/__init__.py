@@ -1,0 +1,1 @@
+"""What would go wrong: on this machine, with a model under vLLM, with another connector's settings."""
