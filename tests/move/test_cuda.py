@@ -9,7 +9,7 @@ import pytest
 from layercast.errors import DeviceFailed
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE
 from layercast.move.cuda_issue import compiled_issue, plain_issue
-from layercast.move.cuda_ways import Costs, Direction
+from layercast.move.cuda_ways import Way, only
 from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
@@ -23,11 +23,7 @@ from layercast.move.cuda_gates import CudaGate, FlagGate  # noqa: E402
 from layercast.move.cuda_pin import Pinning  # noqa: E402
 from layercast.move.kernels.pieces import compiled, copy_reference  # noqa: E402
 
-COSTS = {
-    "engine": {direction: Costs(50.0, 0.0, 1e9, 1e-6) for direction in Direction},
-    "staged": {direction: Costs(50.0, 1e6, 0.0, 1e-6) for direction in Direction},
-    "kernel": {direction: Costs(50.0, 1e6, 1e9, 50.0) for direction in Direction},
-}
+COSTS = {way.value: only(way) for way in Way}
 
 
 @pytest.fixture(scope="session")

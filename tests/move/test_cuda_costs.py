@@ -29,9 +29,9 @@ class Watched:
         self.preferred |= costs
         self.mover.prefer(costs)
 
-    def submit(self, pieces):
+    def submit_all(self, batches):
         self.copies += 1
-        return self.mover.submit(pieces)
+        return self.mover.submit_all(batches)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def kept_in(folder):
 @pytest.mark.parametrize("direction", Direction)
 def test_every_link_has_four_positive_figures(watched, direction, kernel):
     costs = measure(watched, direction, watched.driver, kernel=kernel)
-    assert min(costs.gbps, costs.piece_us, costs.stage_us, costs.kernel_gbps) > 0
+    assert min(costs.gbps, costs.piece_us, costs.row_us, costs.kernel_gbps) > 0
     assert (costs.kernel_gbps == DEFAULT_COSTS[direction].kernel_gbps) is not kernel
 
 
@@ -110,7 +110,7 @@ def test_a_file_holds_what_was_kept_and_nothing_that_costs_nothing(tmp_path_fact
     write(path, CostFile("gpu-0", 13000, "0.1.0", True, links))
     assert read(path, ABOUT) == links
     text = json.loads(path.read_text())
-    text["links"]["up"] = {"gbps": 1.0, "piece_us": wrong, "stage_us": 1.0, "kernel_gbps": 1.0}
+    text["links"]["up"] = {"gbps": 1.0, "piece_us": wrong, "row_us": 1.0, "kernel_gbps": 1.0}
     path.write_text(json.dumps(text))
     assert read(path, ABOUT) == {}
 

@@ -9,12 +9,11 @@ from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_issue import compiled_issue, plain_issue
 from layercast.move.cuda_lane import GRID
-from layercast.move.cuda_ways import Costs, Direction
+from layercast.move.cuda_ways import Direction, Way, only
 from layercast.move.flights import HostFlight
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
-STAGED = {direction: Costs(50.0, 1e6, 0.0, 1e-6) for direction in Direction}
-KERNELS = {direction: Costs(50.0, 1e6, 1e9, 50.0) for direction in Direction}
+STAGED, KERNELS = only(Way.STAGED), only(Way.KERNEL)
 
 
 class OnHostDevice(MoverLaws):

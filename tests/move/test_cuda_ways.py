@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from layercast.move.cuda_ways import Costs, Direction, Way, rows_of, stretches, way_of
 from layercast.testing.move_laws import pieces_of
 
-COSTS = Costs(gbps=50.0, piece_us=1.0, stage_us=40.0, kernel_gbps=15.0)
+COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
 KIB = 1024
 
 

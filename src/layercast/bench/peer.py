@@ -11,7 +11,7 @@ from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground
 from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_ways import Way
+from layercast.move.cuda_ways import Way, rows_of
 from layercast.move.flights import HostFlight, delayed
 from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
 from layercast.plan.pieces import Pieces, route_between
@@ -125,13 +125,14 @@ def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
     """The kernel itself, with tables that are on the device already, launched by torch's thread."""
     from layercast.move.kernels.pieces_triton import copy_pieces
 
-    tables = [torch.from_numpy(table_of(p.source, p.target, p.length)).to(device.copying.device) for p in lists]
-    chunks = -(-int(lists[0].length.max()) // (8 * BLOCK))
+    layers = [rows_of([pieces]) for pieces in lists]
+    tables = [torch.from_numpy(table_of(rows, 1)[0]).to(device.copying.device) for rows in layers]
+    chunks = -(-max(int(rows.length.max()) for rows in layers) // (8 * BLOCK))
 
     def start() -> Callable[[], None]:
         with torch.cuda.stream(device.copying):
-            for table, pieces in zip(tables, lists, strict=True):
-                copy_pieces[(programs,)](*table, len(pieces), chunks, BLOCK=BLOCK, num_warps=WARPS)
+            for table, rows in zip(tables, layers, strict=True):
+                copy_pieces[(programs,)](*table, len(rows), chunks, BLOCK=BLOCK, num_warps=WARPS)
         return device.copying.synchronize  # type: ignore[no-any-return]
 
     return start

@@ -13,6 +13,7 @@ import torch
 
 from layercast.bench.ground import Ground, Ints
 from layercast.bench.results import Start
+from layercast.move.cuda_ways import rows_of
 
 CHUNK = 256
 """Tokens of one of LMCache's memory objects."""
@@ -72,8 +73,8 @@ def one_a_block(ground: Ground) -> dict[str, Rival]:
     copy, stream = ground.device.driver.calls.copy, ground.device.copying
 
     def of(*, up: bool) -> Start:
-        lists = ground.lists(up=up)
-        rows = [list(zip(*(c.tolist() for c in (p.target, p.source, p.length)), strict=True)) for p in lists]
+        layers = [rows_of([pieces]) for pieces in ground.lists(up=up)]
+        rows = [list(zip(*(c.tolist() for c in (p.target, p.source, p.length)), strict=True)) for p in layers]
 
         def run() -> None:
             for layer in rows:
@@ -116,11 +117,8 @@ def vllm_swap(ground: Ground) -> dict[str, Rival]:
     options = {name: True for name in ("is_src_access_order_any",) if name in accepted}
 
     def of(*, up: bool) -> Start:
-        lists = ground.lists(up=up)
-        source, target, length = (
-            torch.from_numpy(np.concatenate([getattr(p, name) for p in lists]))
-            for name in ("source", "target", "length")
-        )
+        rows = rows_of(ground.lists(up=up))
+        source, target, length = (torch.from_numpy(column) for column in (rows.source, rows.target, rows.length))
         return on_copying(ground, lambda: ops.swap_blocks_batch(source, target, length, **options))
 
     def verify() -> bool:

@@ -29,7 +29,8 @@ from layercast.plan.pieces import Pieces
 _log = logging.getLogger("layercast")
 LONG, SHORT, MIDDLE = 64 << 20, 4 << 10, 16 << 10
 """Bytes of the long copy; of pieces so short that their number is all that counts; of those a kernel copies."""
-COUNT = 1024
+COUNT, BATCHES = 512, 8
+"""Pieces in a batch, batches in an order: about what a step of a model is."""
 ROUNDS = 7
 SOON_S = 10.0
 PRODUCT, PRODUCTS = 4096, 200
@@ -51,8 +52,8 @@ class Measurable(Protocol):
         """Choose ways by these costs from now on."""
         ...
 
-    def submit(self, pieces: Pieces) -> Flight:
-        """Copy; returns at once."""
+    def submit_all(self, batches: Sequence[Pieces]) -> Sequence[Flight]:
+        """Copy, batch by batch; returns at once."""
         ...
 
 
@@ -66,9 +67,10 @@ class CostFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     links: dict[str, Costs]
 
     def __post_init__(self) -> None:
-        figures = [figure for costs in self.links.values() for figure in dataclasses.astuple(costs)]
-        if not all(math.isfinite(figure) and figure > 0 for figure in figures):
-            raise ValueError("costs are positive numbers")
+        for costs in self.links.values():
+            figures = (costs.gbps, costs.piece_us, costs.row_us, costs.kernel_gbps)
+            if costs.forced is not None or not all(math.isfinite(figure) and figure > 0 for figure in figures):
+                raise ValueError("costs are four positive numbers")
 
 
 def prefer_measured(
@@ -148,36 +150,36 @@ def measure(
     Leaves the mover with costs that are good for nothing else. Raises OutOfMemory, DeviceFailed, DeadlineExceeded.
     """
 
-    def us(way: Way, pieces: Pieces) -> float:
+    def us(way: Way, pieces: Pieces, batches: int = BATCHES) -> float:
         """Median microseconds from the order to the landing, without those that a single short piece takes."""
         mover.prefer({direction: only(way)[direction]})
-        return max(0.01, _median_us(mover, pieces) - alone)
+        return max(0.01, _median_us(mover, [pieces] * batches) - alone)
 
     default = DEFAULT_COSTS[direction]
     with _memory(mover.driver, other, direction) as (source, target):
         alone = 0.0
         at, to = np.array([source]), np.array([target])
-        alone = us(Way.ENGINE, _pieces(at, to, SHORT))
-        gbps = LONG / us(Way.ENGINE, _pieces(at, to, LONG)) / 1e3
+        alone = us(Way.ENGINE, _pieces(at, to, SHORT), 1)
+        gbps = LONG / us(Way.ENGINE, _pieces(at, to, LONG), 1) / 1e3
         up = direction is Direction.UP
         short, middle = _scattered(source, target, SHORT, up=up), _scattered(source, target, MIDDLE, up=up)
-        piece_us = us(Way.ENGINE, short) / COUNT
+        pieces = COUNT * BATCHES
+        piece_us = us(Way.ENGINE, short) / pieces
         if not kernel:
             return dataclasses.replace(default, gbps=gbps, piece_us=piece_us)
-        stage_us = default.stage_us
-        if direction in (Direction.UP, Direction.DOWN):
-            stage_us = max(1.0, us(Way.STAGED, short) - short.nbytes / gbps / 1e3)
+        staged = direction in (Direction.UP, Direction.DOWN)
+        row_us = us(Way.STAGED if staged else Way.KERNEL, short) / pieces
         us(Way.KERNEL, middle)  # loads the kernel
         with beside(mover.driver.device):
-            kernel_gbps = middle.nbytes / us(Way.KERNEL, middle) / 1e3
-    return Costs(gbps, piece_us, stage_us, kernel_gbps)
+            kernel_gbps = middle.nbytes * BATCHES / us(Way.KERNEL, middle) / 1e3
+    return Costs(gbps, piece_us, row_us, kernel_gbps)
 
 
-def _median_us(mover: Measurable, pieces: Pieces) -> float:
+def _median_us(mover: Measurable, batches: Sequence[Pieces]) -> float:
     times = []
     for _ in range(ROUNDS + 1):
         began = time.perf_counter()
-        mover.submit(pieces).wait(SOON_S)
+        mover.submit_all(batches)[-1].wait(SOON_S)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]) * 1e6
 

@@ -3,7 +3,7 @@
 Does not know streams, kernels or addresses of tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -42,36 +42,32 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one direction of one link costs.
+    """What one direction of one link costs, in a step of many batches.
 
-    gbps: 1e9 bytes a second of a long copy; piece_us: least microseconds of the copy engine for one piece; stage_us:
-    extra microseconds of a staged batch; kernel_gbps: what a kernel reaches on the link beside compute.
+    gbps: 1e9 bytes a second of a long copy; piece_us: least microseconds of the copy engine for one piece; row_us: for
+    one that goes by a kernel; kernel_gbps: what a kernel reaches on the link beside compute.
+    forced: take this way wherever it can be taken, whatever it costs (to measure it).
     """
 
     gbps: float
     piece_us: float
-    stage_us: float
+    row_us: float
     kernel_gbps: float
+    forced: Way | None = None
 
 
 DEFAULT_COSTS = {
-    Direction.UP: Costs(50.0, 1.0, 40.0, 14.0),
-    Direction.DOWN: Costs(50.0, 0.9, 40.0, 14.0),
-    Direction.LOCAL: Costs(1000.0, 1.0, 10.0, 800.0),
-    Direction.PEER: Costs(300.0, 1.2, 40.0, 300.0),
+    Direction.UP: Costs(50.0, 1.0, 0.2, 16.0),
+    Direction.DOWN: Costs(50.0, 0.9, 0.2, 16.0),
+    Direction.LOCAL: Costs(1000.0, 4.0, 0.1, 800.0),
+    Direction.PEER: Costs(300.0, 1.2, 0.1, 300.0),
 }
 """H100s on PCIe 5.0 x16 and NVLink, where nothing was measured (see cuda_costs)."""
 
 
 def only(way: Way) -> dict[Direction, Costs]:
     """Costs by which `way_of` takes `way` wherever it can be taken."""
-    never = 1e-6
-    piece_us, stage_us, kernel_gbps = {
-        Way.ENGINE: (0.0, 1e9, never),
-        Way.STAGED: (1e6, 0.0, never),
-        Way.KERNEL: (1e6, 1e9, 50.0),
-    }[way]
-    return {direction: Costs(50.0, piece_us, stage_us, kernel_gbps) for direction in Direction}
+    return {direction: replace(costs, forced=way) for direction, costs in DEFAULT_COSTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +122,15 @@ def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, ker
     count = len(rows)
     if count < 2 or not kernel or not aligned(rows):
         return Way.ENGINE
+    staging &= direction in (Direction.UP, Direction.DOWN)
+    if costs.forced is not None:
+        return Way.ENGINE if costs.forced is Way.STAGED and not staging else costs.forced
     nbytes = int(rows.length.sum())
-    link_us = nbytes / costs.gbps / 1e3
-    took = {
-        Way.ENGINE: 1.0 / 1.1 * max(link_us, count * costs.piece_us),
-        Way.KERNEL: nbytes / costs.kernel_gbps / 1e3,
-    }
-    if staging and direction in (Direction.UP, Direction.DOWN):
+    link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
+    took = {Way.ENGINE: 1.0 / 1.1 * max(link_us, count * costs.piece_us)}
+    if staging:
         host = rows.source if direction is Direction.UP else rows.target
         runs = int(stretches(host, rows.length)[1][-1]) + 1
-        took[Way.STAGED] = costs.stage_us + max(link_us, runs * costs.piece_us)
+        took[Way.STAGED] = max(link_us, row_us, runs * costs.piece_us)
+    took[Way.KERNEL] = max(nbytes / costs.kernel_gbps / 1e3, row_us)
     return min(took, key=lambda way: took[way])
