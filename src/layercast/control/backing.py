@@ -34,7 +34,7 @@ class _Search:
 
 
 class Backing:
-    """The stores of all ranks under one directory.
+    """The stores of all ranks under one directory; without any it does nothing.
 
     least: fewest tokens that make a fetch worth it.
     """
@@ -57,13 +57,18 @@ class Backing:
         self._due: list[TierOrder] = []
         self._numbers = count()
 
+    @property
+    def there(self) -> bool:
+        """Whether there is anything below the slab."""
+        return bool(self._stores)
+
     # ---- up ----
 
     def seek(self, request: str, keys: Keys, tokens: int) -> None:
         """Look for what the slab lacks of a prompt of `tokens`, whose keys are `keys` by group. Returns at once."""
         keys = [named[: (tokens - 1) // spec.block_size] for named, spec in zip(keys, self._specs, strict=True)]
         here = [self.directory.coming(group, named) for group, named in enumerate(keys)]
-        if request not in self._searches and not all(map(all, here)):
+        if self.there and request not in self._searches and not all(map(all, here)):
             self._searches[request] = _Search(tokens, keys, self._looking.submit(self._look, keys))
             self._fetched[request] = False
 
@@ -75,6 +80,11 @@ class Backing:
     def fetching(self) -> bool:
         """Whether blocks are on their way up."""
         return bool(self._fetches)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is looked for, to be ordered, or on its way up or down."""
+        return bool(self._searches or self._due or self._fetches or self._spills)
 
     def fetched(self, request: str) -> bool:
         """Whether blocks were brought up for a request."""
@@ -96,6 +106,8 @@ class Backing:
 
     def saved(self, request: str, keys: Keys) -> None:
         """Blocks have become visible in the slab: write them behind, unless too many are waiting."""
+        if not self.there:
+            return
         limit = max(1, sum(self.directory.slots) // SPILL_SHARE)
         waiting = sum(len(slots) for lease, _ in self._spills.values() for slots in lease.slots)
         for part in _parts([range(len(named)) for named in keys]):

@@ -39,10 +39,9 @@ class Pool(SchedulerSide):
 
     def reports(self, step: int, timeout_s: float = 0.0) -> Settled:
         """Settle what has ended since the last step, first waiting up to `timeout_s` for what is under way."""
-        if timeout_s and self.backing is not None:
+        if timeout_s:
             self.backing.wait(timeout_s)
             self._pass_on()
-        if timeout_s:
             self.worker.quiet(timeout_s)
         return self.settle(self.worker.report(step))
 
@@ -54,7 +53,7 @@ class Pool(SchedulerSide):
 
     def bringing(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> bool:
         """Whether to ask again for a request, as blocks may be on their way up; the first call looks for them."""
-        if self.backing is None:
+        if not self.backing.there:
             return False
         if request not in self._asked_s:
             self._asked_s[request] = self.directory.clock()
@@ -63,14 +62,18 @@ class Pool(SchedulerSide):
         late = self.directory.clock() > self._asked_s[request] + self.config.layer_wait_ms / 1000
         return not late and self.rising(request, coming=True)
 
+    @property
+    def busy_below(self) -> bool:
+        """Whether anything moves, or is looked for, below the slab."""
+        return self.backing.busy
+
     def finish(self, request: str) -> None:
         """See `SchedulerSide.finish`."""
         super().finish(request)
         self._asked_s.pop(request, None)
 
     def _pass_on(self) -> None:
-        if self.backing is not None:
-            self.worker.start(self.backing.orders())
+        self.worker.start(self.backing.orders())
 
     def abort(self, request: str) -> None:
         """Stop a request's copies. Its blocks are quiet once their outcomes have been settled."""
@@ -80,5 +83,4 @@ class Pool(SchedulerSide):
     @property
     def idle(self) -> bool:
         """Whether nothing is under way and every lease and reservation has ended."""
-        below = self.backing is not None and (self.backing.waiting or self.backing.awaits_reports)
-        return self.worker.idle and super().idle and not below
+        return self.worker.idle and super().idle and not self.busy_below

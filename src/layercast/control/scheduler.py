@@ -113,7 +113,7 @@ class SchedulerSide:
         backing: Backing | None = None,
     ) -> None:
         self.directory = directory
-        self.backing = backing
+        self.backing = backing or Backing(directory, (), specs, 0)
         self.config = config
         self.specs = tuple(specs)
         self._identities = tuple(identities)
@@ -240,7 +240,7 @@ class SchedulerSide:
         for save in report.saves:
             mine = self._saving[save.id]
             if save.saved and not mine.doomed:
-                if self.directory.commit(mine.reservation, rank) and self.backing is not None:
+                if self.directory.commit(mine.reservation, rank):
                     self.backing.saved(mine.request, mine.keys)
             else:
                 self.directory.revoke(mine.reservation, rank)
@@ -248,8 +248,7 @@ class SchedulerSide:
                 del self._saving[save.id]
                 ended.append(save.id)
         ended += [load.id for load in loads if self._ended(load)]
-        if self.backing is not None:
-            self.backing.settle(report.tier, rank)
+        self.backing.settle(report.tier, rank)
         return Settled(failed, loads, report.saves, tuple(ended))
 
     def doom(self, save: str) -> None:
@@ -270,28 +269,26 @@ class SchedulerSide:
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
         """Look below the slab for what it lacks of a new request's prompt, and have it brought up. Returns at once."""
-        if self.backing is not None:
+        if self.backing.there:
             with suppress(NotCacheable):
                 self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
 
     def rising(self, request: str, coming: bool) -> bool:
         """Whether more may come from below the slab. coming: whether blocks of the prompt are on their way to it."""
-        return self.backing is not None and (self.backing.seeking(request) or (coming and self.backing.fetching))
+        return self.backing.seeking(request) or (coming and self.backing.fetching)
 
     def brought_up(self, request: str) -> bool:
         """Whether blocks have come from below the slab for a live request."""
-        return self.backing is not None and self.backing.fetched(request)
+        return self.backing.fetched(request)
 
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
         self._names.pop(request, None)
-        if self.backing is not None:
-            self.backing.forget(request)
+        self.backing.forget(request)
 
     def close(self) -> None:
         """End what looks below the slab. A second call changes nothing."""
-        if self.backing is not None:
-            self.backing.close()
+        self.backing.close()
 
     @property
     def idle(self) -> bool:
@@ -301,7 +298,7 @@ class SchedulerSide:
     @property
     def awaits_reports(self) -> bool:
         """Whether an order has not ended on every rank."""
-        return bool(self._ranks_left) or (self.backing is not None and self.backing.awaits_reports)
+        return bool(self._ranks_left) or self.backing.awaits_reports
 
     def _last(self, order: str) -> bool:
         """Count one rank's end of an order; whether it was the last one's."""

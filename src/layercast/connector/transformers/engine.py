@@ -177,7 +177,7 @@ class Engine:
     def drain(self, timeout_s: float) -> None:
         """Wait until every copy and push under way has ended. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
-        while self.space.held or self.pushes.pending:
+        while self.space.held or self.pushes.pending or self.pool.busy_below:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
@@ -202,7 +202,7 @@ class Engine:
     def _wait(self, timeout_s: float) -> None:
         """Without a forward to run: wait for what lets one run, or for what is under way to end."""
         arriving = self._schedule.arriving()
-        if self.space.pending:
+        if self.space.pending or self.pool.busy_below:
             try:
                 settled = self.pool.reports(next(self._steps), timeout_s)
             except DeadlineExceeded:  # some are still under way; take what there is

@@ -22,6 +22,22 @@ class KVPool(Protocol):
         """Look up a prefix. Pure: repeats change nothing, and nothing is promised."""
         ...
 
+    def bringing(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> bool:
+        """Whether to look up this request later, as more may come to the pool from below; the first call asks for it.
+
+        What comes is taken in by `reports`. Bounded by `layer_wait_ms`.
+        """
+        ...
+
+    @property
+    def busy_below(self) -> bool:
+        """Whether anything moves between the pool and what lies below it."""
+        ...
+
+    def brought_up(self, request: str) -> bool:
+        """Whether something has come up for a request."""
+        ...
+
     def load_order(self, request: str, match: Match, tables: Tables) -> LoadOrder | None:
         """Promise the match to a request (a lease) and order its load; None when it is not there any more.
 
@@ -92,6 +108,19 @@ class NoPool:
     def match(self, tokens: Sequence[int], extras: ExtrasOf | None = None) -> Match:
         """Nothing."""
         return Match(0, (), ())
+
+    def bringing(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> bool:
+        """Nothing comes."""
+        return False
+
+    @property
+    def busy_below(self) -> bool:
+        """Nothing."""
+        return False
+
+    def brought_up(self, request: str) -> bool:
+        """Nothing."""
+        return False
 
     def load_order(self, request: str, match: Match, tables: Tables) -> LoadOrder | None:
         """None."""

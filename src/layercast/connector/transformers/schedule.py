@@ -127,6 +127,8 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._max_batch:
             return None
         request = self._waiting[0]
+        if request.load and self._pool.bringing(request.id, request.tokens[: request.end], request.params.extras):
+            return None
         load = self._load(request) if request.load else None
         done = load.tokens if load else 0
         end = self._chunk_end(done, request.end)
@@ -141,6 +143,7 @@ class Scheduler:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
         match = self._pool.match(request.tokens[: request.end], request.params.extras)
         request.miss, request.window = match.miss, match.decision.window
+        request.tier = "disk" if self._pool.brought_up(request.id) else "host"
         end = self._chunk_end(match.tokens, request.end)
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None

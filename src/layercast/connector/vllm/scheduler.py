@@ -103,7 +103,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         """Have what lies below the slab brought up while the request waits in the queue."""
-        if self.side is not None and self.side.backing is not None:
+        if self.side is not None and self.side.backing.there:
             known = self._track(request)
             if known.load and not request.skip_reading_prefix_cache:
                 self.side.seek(request.request_id, request.all_token_ids[:], known.extras)
@@ -199,9 +199,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.reading = self._tables.of(name)[0] if self._reading else ()
             self._save(known, before, before + tokens)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
-        below = None if self.side is None else self.side.backing
-        if below is not None and below.waiting:
-            self._due.tier += below.orders()
+        if self.side is not None and self.side.backing.waiting:
+            self._due.tier += self.side.backing.orders()
             self._drain_until_s = time.monotonic() + DRAIN_S
         if self._due.empty:
             return NOTHING
@@ -332,8 +331,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     @property
     def _quiet(self) -> bool:
-        below = self._side.backing
-        return self._due.empty and not self._side.awaits_reports and (below is None or not below.waiting)
+        return self._due.empty and not self._side.awaits_reports and not self._side.backing.waiting
 
     def reset_cache(self) -> bool:
         """Change the identity of all KV: what is stored is found no more, nor is what live requests have computed.
