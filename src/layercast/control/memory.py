@@ -13,7 +13,6 @@ from layercast.errors import Refused
 from layercast.move.base import Gate, Mover
 from layercast.move.cpu import CpuMover
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import device_holding
 from layercast.move.cuda_gates import CudaGate
 from layercast.move.cuda_pin import Pinning, near
@@ -58,7 +57,6 @@ def open_memory(engine: Layout, config: Config, link_gbps: float | None, closing
     closing.callback(pinning.close, CLOSE_S)
     closing.callback(cuda.close, CLOSE_S)
     cuda.cut_at(pinning.cuts)
-    prefer_measured(cuda, kernel=cuda.has_kernel)
     return Memory(slab, cuda, CudaGate(cuda.driver), True)
 
 
