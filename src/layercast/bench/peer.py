@@ -18,7 +18,7 @@ from layercast.plan.pieces import Pieces, route_between
 
 PROGRAMS = (16, 32, 64, 96, 132)
 """Numbers of the kernel's programs to compare with the number that the mover takes."""
-STAGGERS_US = (0, 200, 1000, 5000)
+STAGGERS_US = (0, 100, 1000)
 
 
 def peer(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) -> Iterator[Table]:
@@ -76,15 +76,25 @@ def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) 
         lists = [here.lists(up=True) for here in grounds]
 
         def load(count: int, stagger_us: float) -> list[float]:
-            """ms from the order, or from its delayed start, to the landing, for each of the first devices; then all."""
+            """ms from its start to the landing, for each of the first devices; then from the first's to the last's."""
             for device in devices:
                 torch.cuda.synchronize(device.number)
-            landed, began, flights = [0.0] * count, time.perf_counter(), []
+            ends, landed = [HostFlight() for _ in range(count)], [0.0] * count
+
+            def end(rank: int) -> None:
+                landed[rank] = time.perf_counter()
+                ends[rank].land()
+
+            def start(rank: int) -> None:
+                movers[rank].submit_all(lists[rank])[-1].then(lambda _: end(rank))
+
+            began = time.perf_counter()
             for rank in range(count):
-                late: Sequence[HostFlight] = [delayed(rank * stagger_us / 1e6)] if rank and stagger_us else ()
-                flights.append(movers[rank].submit_all(lists[rank], after=[late] * shape.layers)[-1])
-                flights[rank].then(lambda _, rank=rank: landed.__setitem__(rank, time.perf_counter()))  # type: ignore[misc]
-            for flight in flights:
+                if rank and stagger_us:
+                    delayed(rank * stagger_us / 1e6).then(lambda _, rank=rank: start(rank))  # type: ignore[misc]
+                else:
+                    start(rank)
+            for flight in ends:
                 flight.wait(SOON_S)
             each = [(at - began) * 1e3 - rank * stagger_us / 1e3 for rank, at in enumerate(landed)]
             return [*each, (max(landed) - began) * 1e3]
