@@ -82,7 +82,7 @@ class FolderStore(Store):
             if absent:
                 raise missing(absent, len(keys))
             found = tuple(sizes[key] or 0 for key in keys)
-            for key, size in zip(keys, found, strict=True):
+            for key, size in zip(reversed(keys), reversed(found), strict=True):  # the first last to go
                 if key not in self._ledger.entries:
                     self._ledger.add(key, size)
                 with suppress(OSError):  # where only reading is allowed, others do not learn that it was used
@@ -90,7 +90,7 @@ class FolderStore(Store):
             handle = BufferedRead(
                 self, tuple(keys), found, self.clock() + lease_s, lambda index: self._load(keys[index], found[index])
             )
-            self._ledger.lease(handle, keys, handle.deadline)
+            self._ledger.lease(handle, keys[::-1], handle.deadline)
             return handle
 
     def evict(self, keys: Sequence[bytes]) -> list[bool]:
