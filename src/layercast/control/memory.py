@@ -56,7 +56,7 @@ def open_memory(engine: Layout, config: Config, link_gbps: float | None, closing
     pinning = Pinning(cuda.driver, np.frombuffer(slab.owner, np.uint8).ctypes.data, len(slab.owner))
     closing.callback(pinning.close, CLOSE_S)
     closing.callback(cuda.close, CLOSE_S)
-    cuda.cut_at(pinning.cuts)
+    cuda.follow(pinning)
     return Memory(slab, cuda, CudaGate(cuda.driver), True)
 
 

@@ -17,9 +17,10 @@ from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
 from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
-from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, standing
+from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
 from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane
+from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
 from layercast.move.cuda_ways import Costs, Direction, Way
 from layercast.move.flights import HostDigestFlight
@@ -48,7 +49,7 @@ class _Order:
     """A batch of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
 
     pieces: Pieces
-    after: Sequence[CudaFlight | Mark]
+    after: Sequence[Flight]
     flag: int = 0
     """Address of a 32-bit word to set behind it; 0 = none."""
     behind: int = 0
@@ -82,6 +83,7 @@ class CudaMover(Mover):
         self._closed = False
         self._staged = 0
         self._cuts = np.zeros(0, np.int64)
+        self._pinnings: list[Pinning] = []
         self._read_back = (0, 0)
 
     @classmethod
@@ -123,20 +125,17 @@ class CudaMover(Mover):
         """
         count = len(batches)
         after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
-        others = [flight for flights in after for flight in flights if not standing(flight)]
+        lists = {id(flights): flights for flights in after}  # most wait for the very same
+        others = [flight for flights in lists.values() for flight in flights if not standing(flight)]
         if others and count > 1:  # what waits for others must not hold up the rest
             rows = zip(batches, after, flags, behind, strict=True)
             alone = [self.submit_all([b], after=[a], keep=keep, flags=[f], behind=[h]) for b, a, f, h in rows]
             return [flight for (flight,) in alone]
         if not batches:
             return []
+        hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
         orders = [
-            _Order(
-                pieces,
-                [f for f in flights if isinstance(f, Mark) or (isinstance(f, CudaFlight) and not f.moved)],
-                flag,
-                word,
-            )
+            _Order(pieces, hurdles[id(flights)], flag, word)
             for pieces, flights, flag, word in zip(batches, after, flags, behind, strict=True)
         ]
         return self._submit(self._arm(self._direction(batches)), orders, others, keep)
@@ -154,11 +153,11 @@ class CudaMover(Mover):
             self._driver.bind()
             batches = [order.pieces for order in orders]
             pinned = self._pinned(arm.lane.direction, batches)
-            first = next((pieces for pieces in batches if len(pieces)), batches[0])
-            whole = not pinned or arm.lane.way([first]) is Way.ENGINE
+            whole = not pinned or arm.lane.way(batches[:1]) is Way.ENGINE
             for part in [range(len(orders))] if whole else _growing(len(orders)):
-                program = self._program(arm.lane, orders, part, wave, pinned=pinned)
-                self._issue(program.table(), program.columns(), self._cuts, wave.errors)
+                way = Way.ENGINE if whole else arm.lane.way(batches[part.start : part.stop])
+                program = self._program(arm.lane, orders, part, wave, way, pinned=pinned)
+                self._issue(program.table(), program.longest, self._cuts, wave.errors)
             wave.issued.set()
             arm.watcher.add(flights)
 
@@ -204,15 +203,15 @@ class CudaMover(Mover):
         """Most bytes of device and pinned memory taken for staging since the start."""
         return self._staged
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether copies can go by a kernel."""
-        return self._kernel is not None
-
     def prefer(self, costs: dict[Direction, Costs]) -> None:
         """Choose ways by these costs from now on."""
         for direction, cost in costs.items():
             self._arm(direction).lane.costs = cost
+
+    def follow(self, pinning: Pinning) -> None:
+        """Take note of memory that is being pinned: copies keep to its seams, and go singly until it is done."""
+        self.cut_at(pinning.cuts)
+        self._pinnings.append(pinning)
 
     def cut_at(self, addresses: Sequence[int]) -> None:
         """Let no copy of the engine cross these, where pieces of host memory that were pinned apart meet."""
@@ -269,15 +268,19 @@ class CudaMover(Mover):
     def _watch(self, marks: Sequence[Mark]) -> None:
         self._arm(Direction.LOCAL).watcher.add(marks)
 
-    def _program(self, lane: Lane, orders: Sequence[_Order], part: range, wave: Wave, *, pinned: bool) -> Program:
+    def _program(
+        self, lane: Lane, orders: Sequence[_Order], part: range, wave: Wave, way: Way, *, pinned: bool
+    ) -> Program:
         """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
         program, batches = Program(EVERYBODYS), [orders[index].pieces for index in part]
-        way = lane.way(batches) if pinned else Way.ENGINE
         started, stream = lane.start(program, way, batches), lane.copy
+        passed: set[Flight] = set()
         for index in part:
             order = orders[index]
             for flight in order.after:
-                lane.wait(program, way, flight)
+                if flight not in passed:
+                    lane.wait(program, way, flight)
+                    passed.add(flight)
             if order.behind:
                 lane.hold_until(program, order.behind, way)
             program.owner = index
@@ -294,6 +297,11 @@ class CudaMover(Mover):
     def _pinned(self, direction: Direction, batches: Sequence[Pieces]) -> bool:
         """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
         host = {Direction.UP: ("source",), Direction.DOWN: ("target",)}.get(direction, ("source", "target"))
+        first = next((pieces for pieces in batches if len(pieces)), None)
+        if first is not None and len(host) == 1:
+            at = int(getattr(first, host[0])[0])
+            if any(pinning.done and at in pinning for pinning in self._pinnings):
+                return True  # asking for each end again would cost more than writing the program
         sides = [getattr(pieces, side) for pieces in batches if len(pieces) for side in host]
         ends = [] if not sides else [min(int(s.min()) for s in sides), max(int(s.max()) for s in sides)]
         return all(self._driver.kind_of(end) != PAGEABLE for end in ends)
@@ -316,7 +324,7 @@ class CudaMover(Mover):
             pieces = plain_pieces(target.ravel(), source.ravel(), length.ravel())
             program.copies(pieces, lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
-            self._issue(program.table(), program.columns(), self._cuts, errors)
+            self._issue(program.table(), program.longest, self._cuts, errors)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
             self._driver.sleep_until(event.handle)
             parts.append(digests_of(DigestRanges(target, ranges.length)))

@@ -30,7 +30,7 @@ class Calls:
     copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
     record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
     parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
-    least `value`, where the difference of the two counts as signed.
+    least `value`, where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy.
     """
 
     copy: Call
@@ -40,6 +40,7 @@ class Calls:
     launch: Call
     write: Call
     hold: Call
+    fetch: Call
 
 
 class _Attributes(ctypes.Structure):
@@ -232,6 +233,7 @@ class Driver:
             launch=self._typed("cuLaunchKernel", 11),
             write=self._typed("cuStreamWriteValue32_v2", 4),
             hold=self._typed("cuStreamWaitValue32_v2", 4),
+            fetch=memory_copy(),
         )
 
     def _typed(self, name: str, arguments: int, library: ctypes.CDLL | None = None) -> Call:
@@ -243,6 +245,13 @@ class Driver:
     def batches(self) -> bool:
         """Whether one call can copy many pieces (drivers of CUDA 13 and later)."""
         return hasattr(self._lib, "cuMemcpyBatchAsync_v2")
+
+
+def memory_copy() -> Call:
+    """libc's memcpy(to, from, bytes), which keeps the interpreter lock."""
+    call = ctypes.PyDLL(None).memcpy
+    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    return call
 
 
 def device_holding(address: int) -> int | None:

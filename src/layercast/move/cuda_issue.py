@@ -13,10 +13,10 @@ from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_program import WIDTH, Ints, Op
 from layercast.plan.pieces import Pieces
 
-Issue = Callable[[Ints, Ints, Ints, Ints], None]
-"""issue(table, columns, cuts, errors): run every row; errors[owner] becomes the first error code of that owner.
+Issue = Callable[[Ints, int, Ints, Ints], None]
+"""issue(table, longest, cuts, errors): run every row; errors[owner] becomes the first error code of that owner.
 
-table, columns: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
+table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
 them was pinned by itself.
 """
 FIRST, MOST = 32, 256
@@ -38,8 +38,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
 
     copies = njit(_copies(calls, attributes, njit(_unbroken)))
     loop = njit(nogil=True)(_loop(calls, copies, njit(_note)))
-    nothing = np.zeros((0, WIDTH), np.int64), np.zeros((len(Pieces.__slots__), 0), np.int64), np.zeros(0, np.int64)
-    loop(*nothing, np.zeros(1, np.int64))
+    loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64))
     return loop  # type: ignore[no-any-return]
 
 
@@ -74,18 +73,18 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """(columns, first, last, stream, batched, cuts, call, room) -> (error code, room of the next call).
+    """(columns, pieces, stream, batched, cuts, call, room) -> (error code, room of the next call).
 
-    call: int64 [3, MOST], where calls of many copies are written.
+    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
     """
     (attribute, nth_attribute), most = attributes, MOST
     one, many = calls.copy, calls.copy_batch
 
     def run(
-        columns: Ints, first: int, last: int, stream: int, batched: int, cuts: Ints, call: Ints, room: int
+        columns: Ints, pieces: int, stream: int, batched: bool, cuts: Ints, call: Ints, room: int
     ) -> tuple[int, int]:
         code, filled, at = 0, 0, call.ctypes.data
-        for nth in range(first, last):
+        for nth in range(pieces):
             for step in range(columns[3, nth]):
                 from_ = columns[0, nth] + step * columns[4, nth]
                 to, left = columns[1, nth] + step * columns[5, nth], columns[2, nth]
@@ -110,19 +109,23 @@ def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., i
 def _loop(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[..., None]) -> Issue:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
-    is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, first_call, most = int(Op.RECORD), int(Op.WAIT), FIRST, MOST
+    is_copies, is_singly, is_launch, is_hold = int(Op.COPIES), int(Op.SINGLY), int(Op.LAUNCH), int(Op.HOLD)
+    is_record, is_wait, first_call, most, width = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(Pieces.__slots__)
+    fetch = calls.fetch
 
-    def run(table: Ints, columns: Ints, cuts: Ints, errors: Ints) -> None:
-        room, call = first_call, np.empty((3, most), np.int64)
+    def run(table: Ints, longest: int, cuts: Ints, errors: Ints) -> None:
+        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 7]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 9]
             if op < is_record and owner >= 0 and errors[owner] != 0:
                 continue
             code = 0
-            if op == is_copies:
-                code, room = copies(columns, a, b, c, d, cuts, call, room)
+            if op in (is_copies, is_singly):
+                pieces, stream = table[row, 7], table[row, 8]
+                for nth in range(width):
+                    fetch(columns.ctypes.data + 8 * longest * nth, table[row, 1 + nth], 8 * pieces)
+                code, room = copies(columns, pieces, stream, op == is_copies, cuts, call, room)
             elif op == is_launch:
                 code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
             elif op == is_hold:

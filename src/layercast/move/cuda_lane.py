@@ -23,6 +23,8 @@ from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
 
+SAMPLE = 256
+"""Pieces looked at to choose a way."""
 SLOTS = 3
 """Parts of the staging buffer: one fills, one empties, one between them."""
 STAGED_GRID = 16
@@ -132,8 +134,8 @@ class Lane:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
     def way(self, pieces: Sequence[Pieces]) -> Way:
-        """How these batches are to move; the first that has pieces stands for all."""
-        first = rows_of([next((part for part in pieces if len(part)), Pieces.join([]))])
+        """How these batches are to move; the first pieces of the first that has any stand for all."""
+        first = rows_of([next((part.take(slice(SAMPLE)) for part in pieces if len(part)), Pieces.join([]))])
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=bool(self.staging.tables))
         if way is Way.ENGINE:

@@ -42,6 +42,15 @@ class Pinning:
         self._thread.start()
 
     @property
+    def done(self) -> bool:
+        """Whether all of it is pinned."""
+        return self.pinned_bytes == sum(nbytes for _, nbytes in self._slices)
+
+    def __contains__(self, address: int) -> bool:
+        (first, _), (last, nbytes) = self._slices[0], self._slices[-1]
+        return first <= address < last + nbytes
+
+    @property
     def cuts(self) -> list[int]:
         """Where slices meet: no copy may cross these (see `CudaMover.cut_at`)."""
         return [address for address, _ in self._slices[1:]]

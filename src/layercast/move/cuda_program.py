@@ -1,4 +1,4 @@
-"""A program: the driver calls that move a whole step, as one table of integers and the pieces that its rows name.
+"""A program: the driver calls that move a whole step, as one table of integers.
 
 Rows are run in order by `cuda_issue`, in one call that needs no interpreter lock. Does not know flights or layers.
 """
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 8
-"""Columns of a row: what to do, up to six arguments, and whose it is."""
+WIDTH = 10
+"""Columns of a row: what to do, up to eight arguments, and whose it is."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -22,11 +22,12 @@ class Op(IntEnum):
     """What a row does. Those before RECORD are skipped once their owner has failed; the rest always run."""
 
     COPIES = 0
-    LAUNCH = 1
-    HOLD = 2
-    RECORD = 3
-    WAIT = 4
-    WRITE = 5
+    SINGLY = 1
+    LAUNCH = 2
+    HOLD = 3
+    RECORD = 4
+    WAIT = 5
+    WRITE = 6
 
 
 @dataclass(slots=True)
@@ -35,26 +36,24 @@ class Program:
 
     owner: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    parts: list[Pieces] = field(default_factory=list)
-    size: int = 0
-    held: list[Ints] = field(default_factory=list)
+    held: dict[int, tuple[Ints, int]] = field(default_factory=dict)
+    """By the id of an array that was handed in: what is kept, and its address."""
+    longest: int = 0
+    """Pieces in the longest row of copies."""
 
     def table(self) -> Ints:
         """The rows as an int64 array [rows, WIDTH]."""
         return np.array(self.rows, np.int64).reshape(-1, WIDTH)
 
-    def columns(self) -> Ints:
-        """What the rows of copies name: int64 [6, pieces], the columns of `Pieces` in their order."""
-        columns = np.empty((len(Pieces.__slots__), self.size), np.int64)
-        for nth, name in enumerate(Pieces.__slots__ if self.parts else ()):
-            np.concatenate([getattr(part, name) for part in self.parts], out=columns[nth])
-        return columns
-
     def copies(self, pieces: Pieces, stream: int, *, batched: bool) -> None:
-        """Copies, in calls of many where the driver can (`batched`)."""
-        self.parts.append(pieces)
-        first, self.size = self.size, self.size + len(pieces)
-        self._add(Op.COPIES, first, self.size, stream, batched)
+        """Copies, in calls of many where the driver can (`batched`).
+
+        Their arrays are named, not joined: numpy gives the interpreter lock up over arrays of more than 500 items, and
+        taking it again beside a busy thread costs milliseconds each time.
+        """
+        columns = [self._hold(getattr(pieces, name)) for name in Pieces.__slots__]
+        self.longest = max(self.longest, len(pieces))
+        self._add(Op.COPIES if batched else Op.SINGLY, *columns, len(pieces), stream)
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, values: Ints) -> None:
         """A kernel whose parameters are 64-bit values, or 32-bit ones in their low half."""
@@ -80,8 +79,12 @@ class Program:
 
     def _hold(self, array: Ints) -> int:
         """Keep an array as long as the program; its address."""
-        self.held.append(array)
-        return array.ctypes.data
+        if id(array) not in self.held:
+            plain = np.ascontiguousarray(array, np.int64)
+            self.held[id(array)] = array, plain.__array_interface__["data"][0]
+            if plain is not array:
+                self.held[id(plain)] = plain, 0
+        return self.held[id(array)][1]
 
     def _add(self, op: Op, *arguments: int) -> None:
         self.rows.append((int(op), *arguments, *_NOTHING[len(arguments) :], self.owner))
