@@ -321,3 +321,27 @@ def test_an_address_the_device_refuses_fails_that_copy_alone(driver, mover):
         wrong.wait(SOON_S)
     right.wait(SOON_S)
     assert int(pool.min()) == 9
+
+
+@pytest.mark.parametrize("way", ["engine", "kernel"])
+@pytest.mark.parametrize("size", [48, 16400])
+@pytest.mark.parametrize("pull", [False, True])
+def test_scattered_blocks_of_two_devices_are_bit_equal(driver, mover, way, size, pull):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device here")
+    driver.reach(1)
+    mover.prefer(COSTS[way])
+    ours, theirs = (torch.randint(0, 256, (400, size), dtype=torch.uint8, device=f"cuda:{n}") for n in (0, 1))
+    for device in (0, 1):
+        torch.cuda.synchronize(device)
+    source, target = (theirs, ours) if pull else (ours, theirs)
+    choose = np.random.default_rng(size)
+    from_, to = choose.permutation(400)[:300], choose.permutation(400)[:300]
+    wanted = target.cpu()
+    wanted[to] = source.cpu()[from_]
+    rows = [
+        (source.data_ptr() + size * int(a), target.data_ptr() + size * int(b), size)
+        for a, b in zip(from_, to, strict=True)
+    ]
+    mover.submit(pieces_of(*rows)).wait(SOON_S)
+    assert torch.equal(target.cpu(), wanted)
