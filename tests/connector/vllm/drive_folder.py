@@ -1,11 +1,13 @@
 """An engine that shares KV through a folder with others, each in a process of its own.
 
 Usage: python drive_folder.py FOLDER ROLE KV [SETTING=JSON ...]      ROLE: plain, or a kv_role; KV: the shared folder.
-Plain runs without a connector, then as kv_producer. Settings: of the pool; also model, local, again, prompts.
+Plain runs without a connector, then as kv_producer. Settings: of the pool; also model, local, and dies_after, a number
+of objects written.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -25,6 +27,19 @@ def without_connector(path, **settings):
     del llm
     cleanup_dist_env_and_memory()
     return [list(reply.outputs[0].token_ids) for reply in done]
+
+
+def die_after(objects):
+    """Kill this process in the middle of writing, with one more object unfinished."""
+    rename, done = os.rename, []
+
+    def dying(*names):
+        if len(done) == objects:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*names)
+        done.append(names)
+
+    os.rename = dying
 
 
 def counted(engine):
@@ -48,6 +63,9 @@ def main(folder, role, kv, *pairs):
     facts = {"block": BLOCK, "seed": os.environ.get("PYTHONHASHSEED"), "prompts": [len(ids) for ids in PROMPTS]}
     if role == "plain":
         facts["plain"], role = without_connector(path), "kv_producer"
+    dies_after = settings.pop("dies_after", None)
+    if dies_after is not None:
+        die_after(dies_after)
     descriptors = len(os.listdir("/proc/self/fd"))
     engine = Engine(path, pool={"disk_path": kv, **settings}, role=role, enable_prefix_caching=local)
     stats = counted(engine)
