@@ -38,6 +38,30 @@ def test_doctor_fails_on_an_error_and_says_what_to_do(tmp_path):
     assert "kv_recompute_threshold" in ran.stdout
 
 
+def test_doctor_tells_of_a_model_and_translates_what_stood_before_in_one_command(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = tmp_path / "lmcache.yaml"
+    theirs.write_text("chunk_size: 256\nmax_local_cpu_size: 0.5\nuse_layerwise: true\n")
+    told = tmp_path / "doctor.json"
+    arguments = ["--vllm", str(tmp_path), "--from", str(theirs), "--set", "lease_s=9", "--json", str(told)]
+    ran = layercast("doctor", *arguments, HOME=str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    command = ran.stdout.splitlines()[-1]
+    assert command == json.loads(told.read_text())["command"]
+    assert command.startswith(f"vllm serve {tmp_path} ")
+    assert '"kv_connector_extra_config":{"host_bytes":536870912,"lease_s":9.0}' in command
+    alone = layercast("doctor", "--from", str(theirs), HOME=str(tmp_path)).stdout.splitlines()[-1]
+    assert alone.startswith("--kv-transfer-config '{")
+
+
+@pytest.mark.parametrize("arguments", [["--vllm", "no/model"], ["--from", "no-file"]])
+def test_doctor_says_what_it_cant_read_in_one_line(arguments, tmp_path):
+    ran = layercast("doctor", *arguments, HOME=str(tmp_path))
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert arguments[1] in ran.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--set", "verfy=true"], ["--set", "verify"], ["--set", "host_bytes=lots"]])
 def test_a_wrong_setting_is_one_line_on_stderr_and_no_traceback(arguments, tmp_path):
     ran = layercast("demo", *arguments, HOME=str(tmp_path))
@@ -57,7 +81,7 @@ def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anyt
 
 def test_the_command_line_loads_no_engine_and_no_picture_library():
     code = (
-        "import sys, layercast.cli, layercast.doctor.machine, layercast.demo.report, layercast.demo.model;"
+        "import sys, layercast.cli, layercast.doctor.examine, layercast.demo.report, layercast.demo.model;"
         "print([name for name in ('torch', 'transformers', 'vllm', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

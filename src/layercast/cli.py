@@ -62,16 +62,30 @@ def _root(
 
 
 @app.command()
-def doctor(json: JsonFile = None, config: ConfigFile = None, settings: Settings = None) -> None:
+def doctor(
+    json: JsonFile = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Of a model under vLLM here: a folder, or a name already fetched."),
+    ] = None,
+    theirs: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Settings of AscendStore, LMCache or NIXL, and what they become."),
+    ] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
     """What would go wrong here, and what to do. Fails only where something can't work."""
     from layercast.doctor.checks import Level
-    from layercast.doctor.machine import gather, judge
+    from layercast.doctor.examine import examine
 
-    checks = judge(gather(config, os.environ, settings or ()))
+    report = examine(vllm, theirs, config, os.environ, settings or ())
     if json is not None:
-        _write(json, msgspec.json.encode({"version": __version__, "checks": checks}))
-    _print_checks(checks)
-    if any(check.level is Level.ERROR for check in checks):
+        _write(json, msgspec.json.encode({"version": __version__, **msgspec.to_builtins(report)}))
+    _print_checks(report.checks)
+    if report.command:
+        print(f"\n{report.command}")
+    if any(check.level is Level.ERROR for check in report.checks):
         raise typer.Exit(1)
 
 

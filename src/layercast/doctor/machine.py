@@ -21,7 +21,7 @@ from layercast.doctor.checks import Check, Level, numbers, size
 from layercast.errors import LayercastError
 
 OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
-TRIED_VLLM = (0, 32)
+OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
 LEAST_SHM = 256 << 20
 
 
@@ -180,12 +180,12 @@ def _transformers(facts: Facts) -> Check:
 def _vllm(facts: Facts) -> Check:
     if facts.vllm is None:
         return Check("vllm", Level.NOTE, "vLLM is not installed; only its connector needs it.")
-    if numbers(facts.vllm) != TRIED_VLLM:
+    if not OLDEST_VLLM <= numbers(facts.vllm) <= NEWEST_VLLM:
         return Check(
             "vllm",
             Level.WARNING,
-            f"vLLM {facts.vllm}: the connector was tried with 0.32 only.",
-            "Use vLLM 0.32, or compare a few answers with and without the connector first.",
+            f"vLLM {facts.vllm}: the connector is made for 0.26 to 0.33.",
+            "Use one of these, or compare a few answers with and without the connector first.",
         )
     return Check("vllm", Level.OK, f"vLLM {facts.vllm}")
 

@@ -1,0 +1,50 @@
+"""What `layercast doctor` was asked to look at, and its report. Looks through the other modules of this room."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from layercast.config import from_mapping, from_sources
+from layercast.doctor.checks import Check
+from layercast.doctor.machine import gather, judge
+from layercast.doctor.model import config_of, model_of
+from layercast.doctor.translate import read, translate
+from layercast.doctor.vllm import flag_of, judge_model, serve_command, setup, transfer_of
+
+FOR_A_MODEL = ("memory", "memlock", "shm")
+"""What of the machine matters to a model that vLLM serves."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Findings, and what to type after them (empty where there is nothing)."""
+
+    checks: tuple[Check, ...]
+    command: str = ""
+
+
+def examine(
+    model: str | None, theirs: Path | None, config_file: Path | None, environ: Mapping[str, str], pairs: Sequence[str]
+) -> Report:
+    """Of this machine; or of a model under vLLM, of another connector's settings, or of both together.
+
+    Raises what can't be read: Missing, BadSetting, UnknownSetting. Settings given in `pairs` win over translated ones.
+    """
+    facts = gather(config_file, environ, pairs)
+    if model is None and theirs is None:
+        return Report(judge(facts))
+    chosen, role = from_sources(config_file, environ, pairs), "kv_both"
+    checks: tuple[Check, ...] = ()
+    if theirs is not None:
+        found = translate(read(theirs))
+        role, checks = found.role, found.checks
+        told = {name: getattr(chosen, name) for name in found.settings if any(p.startswith(f"{name}=") for p in pairs)}
+        chosen = from_mapping(msgspec.to_builtins(chosen) | found.settings | told)
+        if model is None:
+            return Report(checks, shlex.join(flag_of(transfer_of(role, found.settings | told))))
+    assert model is not None
+    facts = msgspec.structs.replace(facts, host_bytes=chosen.host_bytes)
+    known, at = model_of(config_of(model, environ)), setup(facts, chosen, environ, role)
+    machine = tuple(check for check in judge(facts) if check.name in FOR_A_MODEL)
+    return Report((*checks, *judge_model(known, at), *machine), serve_command(model, known, at))

@@ -1,0 +1,234 @@
+"""Other connectors' settings as ours: AscendStore's, LMCache's and NIXL's, key by key.
+
+One table a connector: what a key becomes, or why nothing here corresponds to it. Reads a `--kv-transfer-config`, its
+extra part alone, or LMCache's YAML as far as it is flat. Imports none of these connectors.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layercast.config import from_mapping
+from layercast.doctor.checks import Check, Level
+from layercast.errors import BadSetting
+
+GIB = 1 << 30
+
+
+class Becomes(msgspec.Struct, frozen=True):
+    """A key that has a counterpart. value: from their value to ours."""
+
+    key: str
+    value: Callable[[Any], Any] = lambda value: value
+
+
+Rule = Becomes | str
+"""A counterpart, or why there is none."""
+
+LAYERWISE: Mapping[str, Rule] = {
+    name: Becomes(name)
+    for name in (
+        "use_layerwise",
+        "layerwise_prefetch_layers",
+        "layerwise_max_transfer_blocks",
+        "layerwise_max_transfer_bytes",
+        "save_decode_cache",
+    )
+}
+PORT = "lookups are made in the scheduler's own process; no port is needed"
+RANKS = "KV is kept as each rank has it; engines that share a folder need the same parallel sizes"
+BUFFERS = "layers do not share GPU buffers"
+ROLE = "kv_role says it: kv_both loads and saves, kv_producer saves, kv_consumer loads"
+WHOLE = "the pool keeps whole blocks only"
+REMOTE = "there is no remote store yet; engines may share a folder (disk_path)"
+PUSH = "vLLM instances do not push to one another yet; they may share a folder (disk_path)"
+BLEND = "only prefixes are reused"
+TRANSPORT = "no transport between instances is used"
+
+ASCEND: Mapping[str, Rule] = {
+    **LAYERWISE,
+    "backend": REMOTE,
+    "mooncake_rpc_port": PORT,
+    "lookup_rpc_port": PORT,
+    "h2d_stagger_us": "loads of the ranks are not staggered",
+    "discard_partial_chunks": WHOLE,
+    "layerwise_num_shared_buffers": BUFFERS,
+    "layerwise_independent_layers": BUFFERS,
+    "load_async": "chosen for each hit, by what it would cost the requests beside it (layerwise_exposed_ms)",
+    "consumer_is_to_put": ROLE,
+    "consumer_is_to_load": ROLE,
+    "prefill_tp_size": RANKS,
+    "decode_tp_size": RANKS,
+    "prefill_pp_size": RANKS,
+    "prefill_pp_layer_partition": RANKS,
+}
+LMCACHE: Mapping[str, Rule] = {
+    "use_layerwise": Becomes("use_layerwise"),
+    "save_decode_cache": Becomes("save_decode_cache"),
+    "max_local_cpu_size": Becomes("host_bytes", lambda gib: int(float(gib) * GIB)),
+    "local_disk": Becomes("disk_path", lambda place: str(place).removeprefix("file://")),
+    "max_local_disk_size": Becomes("disk_bytes", lambda gib: int(float(gib) * GIB)),
+    "min_retrieve_tokens": Becomes("kv_recompute_threshold"),
+    "chunk_size": "a key names one block of vLLM's; set --block-size for other steps",
+    "local_cpu": "the pool is in host memory, always",
+    "save_unfull_chunk": WHOLE,
+    "discard_partial_chunks": WHOLE,
+    "remote_url": REMOTE,
+    "remote_serde": REMOTE,
+    "enable_blending": BLEND,
+    "blend_check_layers": BLEND,
+    "blend_recompute_ratios": BLEND,
+    "blend_thresholds": BLEND,
+    "blend_min_tokens": BLEND,
+    "blend_special_str": BLEND,
+    "save_only_first_rank": "every rank saves what it holds",
+    "enable_pd": PUSH,
+    "enable_p2p": PUSH,
+    "enable_controller": "there is no controller",
+    "lmcache_rpc_port": PORT,
+}
+NIXL: Mapping[str, Rule] = {
+    "kv_recompute_threshold": Becomes("kv_recompute_threshold"),
+    "kv_lease_duration": Becomes("lease_s", float),
+    "push_registration_timeout": Becomes("push_timeout_s", float),
+    "backends": TRANSPORT,
+    "num_threads": TRANSPORT,
+    "engine_ttl": TRANSPORT,
+    "enforce_handshake_compat": "what differs in model, layout or dtype has other keys, and is never found",
+    "bidirectional_kv_xfer": PUSH,
+    "decoder_kv_blocks_ttl": PUSH,
+}
+CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
+    "AscendStoreConnector": ASCEND,
+    "MooncakeConnectorStoreV1": ASCEND,
+    "LMCacheConnectorV1": LMCACHE,
+    "LMCacheConnectorV1Dynamic": LMCACHE,
+    "LMCacheMPConnector": LMCACHE,
+    "NixlConnector": NIXL,
+    "NixlPushConnector": NIXL,
+}
+VALUE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|.*?)\s*(?:(?<=\s)#.*)?""")
+"""A value of a YAML line, with what may stand around it."""
+READ_HERE = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+TELLING: Mapping[str, Mapping[str, Rule]] = {"an LMCache file": LMCACHE, "AscendStore": ASCEND, "NIXL": NIXL}
+"""Where no connector is named, the one that knows most of the keys is meant."""
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """Our role and settings, and what became of each key."""
+
+    role: str
+    settings: dict[str, Any]
+    checks: tuple[Check, ...]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings in a JSON or flat YAML file. Raises BadSetting."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise BadSetting(f"{path}: {error}") from error
+    if not text.lstrip().startswith("{"):
+        return _flat(text)
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise BadSetting(f"{path}: {error}") from error
+    return found
+
+
+def translate(theirs: Mapping[str, Any]) -> Translation:
+    """Our settings for theirs, and what became of each key; those of several connectors come together.
+
+    Raises BadSetting for a connector that is not known here, and for values that ours can't take.
+    """
+    settings: dict[str, Any] = {}
+    checks: list[Check] = []
+    for name, table, extra in _parts(theirs):
+        for key, value in extra.items():
+            checks.append(_translated(name, table, key, value, settings))
+    if "kv_connector" in theirs:
+        others = (key for key in theirs if key not in READ_HERE)
+        checks += (Check(key, Level.NOTE, f"{_shown(theirs[key])}: left out; nothing here reads it.") for key in others)
+    role, policy = theirs.get("kv_role", "kv_both"), theirs.get("kv_load_failure_policy", "fail")
+    if role != "kv_both" and "disk_path" not in settings:
+        found = f"{role}: instances meet in a folder only, and none is named."
+        checks.append(Check("kv_role", Level.WARNING, found, 'Add "disk_path", a folder that all of them see.'))
+    if policy != "recompute" and "kv_connector" in theirs:
+        found = f"{policy} (vLLM's default): a request whose KV is lost would end in an error; recompute is put here."
+        checks.append(Check("kv_load_failure_policy", Level.NOTE, found))
+    from_mapping(settings, "translated settings")
+    return Translation(role, settings, tuple(checks))
+
+
+def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Mapping[str, Any]]]:
+    """(name, table, settings) of each connector that is meant."""
+    extra = theirs.get("kv_connector_extra_config") or {}
+    name = theirs.get("kv_connector")
+    if name == "MultiConnector":
+        return [part for child in extra.get("connectors", ()) for part in _parts(child)]
+    if name is None:
+        inner = theirs if "kv_connector_extra_config" not in theirs else extra
+        name, table = max(TELLING.items(), key=lambda item: len({_plain(key) for key in inner} & set(item[1])))
+        return [(name, table, inner)]
+    if name not in CONNECTORS:
+        known = ", ".join(CONNECTORS)
+        raise BadSetting(f"{name}: its settings are not known here; known: {known}, and MultiConnector of these")
+    return [(name, CONNECTORS[name], extra)]
+
+
+def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, settings: dict[str, Any]) -> Check:
+    """What becomes of one key; its counterpart goes into `settings`."""
+    rule = table.get(_plain(key))
+    if rule is None:
+        advice = "Leave it out, and look in the documentation what it would do."
+        return Check(key, Level.WARNING, f"Not known as a setting of {name}.", advice)
+    if isinstance(rule, str):
+        return Check(key, Level.NOTE, f"{_shown(value)}: no counterpart; {rule}.")
+    if value is None:
+        return Check(key, Level.OK, "null: left at our default.")
+    try:
+        settings[rule.key] = rule.value(value)
+    except (TypeError, ValueError) as error:
+        raise BadSetting(f"{key} = {_shown(value)}: {error}") from error
+    return Check(key, Level.OK, f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}")
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix("lmcache.")
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)
+
+
+def _flat(text: str) -> dict[str, Any]:
+    """`key: value` lines of a YAML file; what is nested counts as text. Raises BadSetting for a line without a key."""
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith(("#", "---")):
+            continue
+        if line[0] in " -\t":
+            if found:
+                found[next(reversed(found))] = "(nested)"
+            continue
+        key, colon, value = line.partition(":")
+        if not colon:
+            raise BadSetting(f"{line!r}: neither JSON nor a line `key: value` of a YAML file")
+        bare = VALUE.fullmatch(value)
+        found[key.strip()] = _scalar(bare[1] if bare else value.strip())
+    return found
+
+
+def _scalar(text: str) -> object:
+    words = {"": None, "null": None, "~": None, "None": None, "true": True, "false": False}
+    if text in words or text.lower() in words:
+        return words.get(text, words.get(text.lower()))
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip("'\"")

@@ -1,0 +1,227 @@
+"""What would go wrong for a model under vLLM here, how much the pool holds of it, and the command that serves it.
+
+Knows the connector's refusals in words; imports neither it nor vLLM.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from typing import Any
+
+import msgspec
+
+from layercast.config import Config
+from layercast.doctor.checks import Check, Level, numbers, size
+from layercast.doctor.machine import Facts
+from layercast.doctor.model import Model
+from layercast.spec.groups import GroupKind
+
+NAME, MODULE = "LayercastConnector", "layercast.connector.vllm.connector"
+PLUGINS = "vllm.general_plugins"
+GPU_BLOCK, CPU_BLOCK, CPU_LATENT_BLOCK = 16, 128, 16
+"""Tokens of vLLM's blocks unless told otherwise."""
+TELLS_TABLES, TELLS_FAILED = (0, 29), (0, 30)
+WORDS = {
+    GroupKind.FULL: "of full attention",
+    GroupKind.WINDOW: "with a sliding window",
+    GroupKind.LATENT: "of latent attention (MLA)",
+    GroupKind.RECURRENT: "with a recurrent state",
+}
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """How vLLM would start here. vllm: its version, None = not installed. config: the pool's settings.
+
+    command: whether `vllm` finds its own package. plugin: whether our entry point is there; allowed: whether
+    VLLM_PLUGINS lets it in. expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
+    """
+
+    vllm: str | None
+    gpu: bool
+    config: Config
+    role: str = "kv_both"
+    command: bool = True
+    plugin: bool = True
+    allowed: bool = True
+    expandable: bool = False
+
+
+def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = "kv_both") -> Setup:
+    """How vLLM would start on this machine."""
+    plugins = environ.get("VLLM_PLUGINS")
+    return Setup(
+        vllm=facts.vllm,
+        gpu=facts.gpu,
+        config=config,
+        role=role,
+        command=_installed("vllm"),
+        plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
+        allowed=plugins is None or "layercast" in plugins.split(","),
+        expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
+    """A check for each thing that matters to this model."""
+    found = (
+        _engine(at),
+        _allocator(at),
+        _plugin(at),
+        _model(model),
+        _groups(model, at),
+        _bytes(model, at),
+        _room(model, at),
+        _ranks(model),
+        _drafts(model),
+    )
+    return tuple(check for check in found if check is not None)
+
+
+def serve_command(name: str, model: Model, at: Setup) -> str:
+    """The command that serves the model with the connector, with the flags that it needs."""
+    chosen, usual = msgspec.to_builtins(at.config), msgspec.to_builtins(Config())
+    transfer = transfer_of(at.role, {key: value for key, value in chosen.items() if value != usual[key]})
+    module = {} if at.plugin and at.allowed else {"kv_connector_module_path": MODULE}
+    flags = ["--enable-prefix-caching", "--mamba-cache-mode", "align"] if model.recurrent_layers else []
+    return shlex.join(["vllm", "serve", name, *flags, *flag_of(transfer | module)])
+
+
+def transfer_of(role: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's transfer config for our connector."""
+    named = {"kv_connector": NAME, "kv_role": role, "kv_load_failure_policy": "recompute"}
+    return named | ({"kv_connector_extra_config": dict(settings)} if settings else {})
+
+
+def flag_of(transfer: Mapping[str, Any]) -> tuple[str, str]:
+    """A transfer config as vLLM's command takes it."""
+    return "--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))
+
+
+def block_tokens(model: Model, at: Setup) -> int:
+    """Tokens of a block: the least of vLLM's steps whose KV in a layer is no smaller than a state."""
+    step = GPU_BLOCK if at.gpu else CPU_LATENT_BLOCK if GroupKind.LATENT in model.layers else CPU_BLOCK
+    if not (model.state_bytes and model.attention_layers and model.token_bytes):
+        return step
+    return step * max(1, -(-model.state_bytes // (step * model.token_bytes)))
+
+
+def bytes_per_token(model: Model, at: Setup) -> float:
+    """Bytes that the pool keeps for a token, over all layers; states are spread over the tokens between two of them."""
+    from layercast.store.slab import SNAPSHOT_TOKENS  # here, since it brings numpy
+
+    apart = max(block_tokens(model, at), SNAPSHOT_TOKENS)
+    return model.attention_layers * model.token_bytes + model.recurrent_layers * model.state_bytes / apart
+
+
+# ---- judging ----
+
+
+def _engine(at: Setup) -> Check:
+    if at.vllm is None:
+        advice = "pip install vllm (its CPU build: make demo-vllm); until then only this page can be had."
+        return Check("vllm", Level.WARNING, "vLLM is not installed here.", advice)
+    if not at.command:
+        return Check(
+            "vllm",
+            Level.WARNING,
+            f"vLLM {at.vllm} is here under another package's name, so its command `vllm` does not start.",
+            "make demo-vllm gives it the name; or: python -m vllm.entrypoints.openai.api_server --model MODEL ...",
+        )
+    return Check("vllm", Level.OK, f"vLLM {at.vllm}")
+
+
+def _allocator(at: Setup) -> Check | None:
+    if not at.expandable:
+        return None
+    found = "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which vLLM refuses every KV connector."
+    return Check("allocator", Level.ERROR, found, "Unset it for vLLM.")
+
+
+def _plugin(at: Setup) -> Check:
+    module = f'The command below names the module instead ("kv_connector_module_path":"{MODULE}").'
+    if not at.plugin:
+        found = "layercast is not installed beside vLLM, which finds the connector by an entry point of the package."
+        return Check("plugin", Level.NOTE, found, f"pip install layercast there. {module}")
+    if not at.allowed:
+        return Check("plugin", Level.WARNING, "VLLM_PLUGINS leaves `layercast` out.", f"Add it there. {module}")
+    return Check("plugin", Level.OK, "vLLM finds the connector by its name.")
+
+
+def _model(model: Model) -> Check:
+    layers = ", ".join(f"{count} layers {WORDS[kind]}" for kind, count in model.layers.items())
+    found = f"{model.architecture}: {layers or 'no layers that are known here'}."
+    if model.encoder_decoder:
+        advice = "Serve it without --kv-transfer-config: vLLM has no KV connectors for encoder-decoder models."
+        return Check("model", Level.ERROR, found, advice)
+    if model.unknown:
+        strange = f"{found} Others: {', '.join(model.unknown)}; the connector refuses caches that it does not know."
+        return Check("model", Level.WARNING, strange, "Start it once: a refusal comes at start and names the cache.")
+    if model.sparse:
+        strange = f"{found} Its attention keeps an index of its own, which was never tried."
+        return Check("model", Level.WARNING, strange, "Compare a few answers with and without the connector first.")
+    return Check("model", Level.OK, found)
+
+
+def _groups(model: Model, at: Setup) -> Check:
+    release = numbers(at.vllm) if at.vllm else TELLS_FAILED
+    if len(model.layers) == 1:
+        how = "One kind of cache: a hit is loaded layer by layer, inside the forward where that costs others little."
+        kinds = ", ".join(model.layers)
+        late = release < TELLS_TABLES and kinds in (GroupKind.WINDOW, GroupKind.RECURRENT)
+    else:
+        how = "Several kinds of cache, so several groups in vLLM: a hit is loaded in the background, decoding goes on."
+        late = release < TELLS_FAILED
+    if late:
+        return Check("groups", Level.ERROR, f"{how} vLLM {at.vllm} refuses that.", "Use vLLM 0.30 or later.")
+    if model.recurrent_layers:
+        how += " States are kept at block boundaries: --enable-prefix-caching --mamba-cache-mode align."
+    return Check("groups", Level.OK, how)
+
+
+def _bytes(model: Model, at: Setup) -> Check:
+    tokens = block_tokens(model, at)
+    if model.recurrent_layers and not model.state_bytes:
+        found = f"{model.attention_layers * model.token_bytes:,} bytes a token, and states of a form not known here."
+        return Check("bytes", Level.NOTE, found)
+    block = model.attention_layers * model.token_bytes * tokens + model.recurrent_layers * model.state_bytes
+    found = (
+        f"{model.attention_layers * model.token_bytes:,} bytes a token in {model.dtype}, {block:,} bytes a block of "
+        f"{tokens} tokens (vLLM's default here; --block-size). A hit is whole blocks, and the last token is computed."
+    )
+    return Check("bytes", Level.OK, found)
+
+
+def _room(model: Model, at: Setup) -> Check | None:
+    each = bytes_per_token(model, at)
+    if not each:
+        return None
+    tokens = int(at.config.host_bytes / each)
+    found = f"host_bytes = {at.config.host_bytes} ({size(at.config.host_bytes)}) holds about {tokens:,} tokens"
+    if not model.longest:
+        return Check("room", Level.OK, f"{found}.")
+    found = f"{found}: {tokens / model.longest:,.1f} prompts of {model.longest:,}, the longest it was made for."
+    if tokens < model.longest:
+        return Check("room", Level.NOTE, found, f"For one of them: --set host_bytes={int(model.longest * each) + 1}")
+    return Check("room", Level.OK, found)
+
+
+def _ranks(model: Model) -> Check:
+    share = "all of it" if GroupKind.LATENT in model.layers else "its heads' share of it"
+    found = f"With --tensor-parallel-size each rank keeps {share} in host_bytes of its own."
+    return Check("ranks", Level.OK, f"{found} Pipeline and context parallelism are refused.")
+
+
+def _drafts(model: Model) -> Check | None:
+    if not model.drafts:
+        return None
+    found = f"{model.drafts} layer(s) of its own may draft (--speculative-config): their KV is kept with the rest"
+    return Check("drafts", Level.NOTE, f"{found}, and a hit is one block shorter.")

@@ -1,0 +1,158 @@
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layercast.config import KNOWN, Config, from_mapping
+from layercast.doctor.checks import Level
+from layercast.doctor.translate import CONNECTORS, Becomes, read, translate
+from layercast.errors import BadSetting
+
+ASCEND = {
+    "kv_connector": "AscendStoreConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {
+        "backend": "memcache",
+        "use_layerwise": True,
+        "mooncake_rpc_port": "0",
+        "layerwise_prefetch_layers": 3,
+        "layerwise_max_transfer_bytes": 1 << 20,
+        "h2d_stagger_us": 20,
+        "save_decode_cache": False,
+    },
+}
+LMCACHE = """# a file of LMCache's
+chunk_size: 256
+max_local_cpu_size: 5.0   # GB
+local_disk: "file:///data/kv"
+max_local_disk_size: 20
+remote_url: null
+use_layerwise: true
+extra_config:
+  first: 1
+"""
+
+
+def levels(found):
+    return {check.name: check.level for check in found.checks}
+
+
+def test_every_counterpart_is_a_setting_of_ours():
+    keys = {rule.key for table in CONNECTORS.values() for rule in table.values() if isinstance(rule, Becomes)}
+    assert keys <= set(KNOWN)
+    assert len(keys) > 8
+
+
+def test_ascend_store_keeps_the_names_that_mean_the_same_and_says_what_is_left_out():
+    found = translate(ASCEND)
+    ours = from_mapping(found.settings)
+    assert (ours.layerwise_prefetch_layers, ours.layerwise_max_transfer_bytes) == (3, 1 << 20)
+    assert not ours.save_decode_cache
+    assert "backend" not in found.settings
+    left_out = {name for name, level in levels(found).items() if level is Level.NOTE}
+    assert left_out == {"backend", "mooncake_rpc_port", "h2d_stagger_us"}
+
+
+def test_lmcaches_file_gives_sizes_in_bytes_and_a_folder(tmp_path):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(LMCACHE)
+    found = translate(read(path))
+    assert from_mapping(found.settings) == Config(host_bytes=5 << 30, disk_path="/data/kv", disk_bytes=20 << 30)
+    assert levels(found)["chunk_size"] is Level.NOTE
+    assert levels(found)["extra_config"] is Level.WARNING
+
+
+def test_lmcaches_settings_may_stand_in_the_extra_part_under_its_name():
+    theirs = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {"lmcache.max_local_cpu_size": 2}}
+    found = translate(theirs)
+    assert found.settings == {"host_bytes": 2 << 30}
+    assert levels(found)["kv_load_failure_policy"] is Level.NOTE
+
+
+def test_nixls_roles_stay_and_need_a_folder():
+    extra = {"kv_lease_duration": 45, "backends": ["UCX"], "kv_recompute_threshold": 128}
+    found = translate({"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra})
+    assert (found.role, found.settings) == ("kv_consumer", {"lease_s": 45.0, "kv_recompute_threshold": 128})
+    assert levels(found)["backends"] is Level.NOTE
+    assert levels(found)["kv_role"] is Level.WARNING
+
+
+def test_several_connectors_become_one_and_a_producer_with_a_folder_needs_no_word():
+    disk = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {"local_disk": "/data"}}
+    whole = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_port": "20001"}
+    found = translate(whole | {"kv_connector_extra_config": {"connectors": [ASCEND, disk]}})
+    assert found.settings["disk_path"] == "/data"
+    assert found.settings["layerwise_prefetch_layers"] == 3
+    assert "kv_role" not in levels(found)
+    assert levels(found)["kv_port"] is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("bare", "settings"),
+    [
+        ({"use_layerwise": True, "mooncake_rpc_port": "0"}, {"use_layerwise": True}),
+        ({"chunk_size": 256, "max_local_cpu_size": 1}, {"host_bytes": 1 << 30}),
+        ({"kv_lease_duration": 5, "engine_ttl": 9}, {"lease_s": 5.0}),
+        ({"kv_connector_extra_config": {"kv_lease_duration": 5}}, {"lease_s": 5.0}),
+    ],
+)
+def test_without_a_name_the_keys_tell_whose_settings_they_are(bare, settings):
+    assert translate(bare).settings == settings
+
+
+def test_a_key_that_nobody_knows_is_a_warning_that_names_the_connector():
+    found = translate({**ASCEND, "kv_connector_extra_config": {"speed": 9}})
+    (check,) = found.checks
+    assert (check.name, check.level) == ("speed", Level.WARNING)
+    assert "AscendStoreConnector" in check.found
+    assert check.advice
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"kv_connector": "P2pNcclConnector"}, "known: AscendStoreConnector"),
+        ({**ASCEND, "kv_connector_extra_config": {"layerwise_prefetch_layers": 0}}, "least value is 1"),
+        ({**ASCEND, "kv_connector_extra_config": {"use_layerwise": "perhaps"}}, "use_layerwise"),
+        ({"max_local_cpu_size": "much", "chunk_size": 1}, "max_local_cpu_size"),
+    ],
+)
+def test_what_cant_be_translated_is_refused_with_its_name(theirs, says):
+    with pytest.raises(BadSetting, match=says):
+        translate(theirs)
+
+
+@pytest.mark.parametrize("text", ["{", "just words", "key: 1\nno key here"])
+def test_a_file_in_neither_form_is_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(BadSetting):
+        read(path)
+    with pytest.raises(BadSetting, match="nothing"):
+        read(tmp_path / "nothing")
+
+
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(1, 1 << 20), st.floats(1, 100), st.text("ab:#/ '", max_size=8))
+
+
+@given(st.dictionaries(st.text("abc_", min_size=1), VALUES, max_size=6))
+def test_flat_yaml_and_json_of_the_same_settings_are_read_alike(settings):
+    with tempfile.TemporaryDirectory() as folder:
+        as_json, as_yaml = Path(folder) / "a", Path(folder) / "b"
+        as_json.write_text(json.dumps(settings))
+        as_yaml.write_text("\n".join(f"{key}: {json.dumps(value)}  # so" for key, value in settings.items()))
+        assert read(as_yaml) == read(as_json)
+
+
+@given(st.sampled_from(sorted(CONNECTORS)), st.dictionaries(st.text(min_size=1, max_size=30), VALUES, max_size=4))
+def test_every_key_is_spoken_of_once(name, extra):
+    table = CONNECTORS[name]
+    known = dict.fromkeys(table)
+    found = translate(
+        {"kv_connector": name, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra | known}
+    )
+    assert sorted(check.name for check in found.checks) == sorted(extra | known)

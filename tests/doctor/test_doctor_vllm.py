@@ -1,0 +1,124 @@
+import json
+import shlex
+
+import msgspec
+import pytest
+
+from layercast.config import Config, from_mapping
+from layercast.doctor.checks import Level
+from layercast.doctor.machine import gather
+from layercast.doctor.model import Model
+from layercast.doctor.vllm import (
+    MODULE,
+    Setup,
+    block_tokens,
+    bytes_per_token,
+    judge_model,
+    serve_command,
+    setup,
+)
+from layercast.spec.groups import GroupKind
+
+FULL, WINDOW, LATENT, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT, GroupKind.RECURRENT
+LLAMA = Model(
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    layers={FULL: 30},
+    token_bytes=768,
+    state_bytes=0,
+    longest=8192,
+)
+HYBRID = msgspec.structs.replace(LLAMA, layers={FULL: 4, RECURRENT: 36}, state_bytes=400_000)
+HERE = Setup(vllm="0.32.0", gpu=False, config=Config(host_bytes=1 << 30))
+
+
+def finding(name, model=LLAMA, at=HERE, **changes):
+    own = {key: value for key, value in changes.items() if key in Model.__struct_fields__}
+    rest = {key: value for key, value in changes.items() if key not in own}
+    found = judge_model(msgspec.structs.replace(model, **own), msgspec.structs.replace(at, **rest))
+    return next((check for check in found if check.name == name), None)
+
+
+def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
+    assert {check.level for check in judge_model(LLAMA, HERE)} == {Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "level", "says"),
+    [
+        ("vllm", {"vllm": None}, Level.WARNING, "not installed"),
+        ("vllm", {"command": False}, Level.WARNING, "does not start"),
+        ("allocator", {"expandable": True}, Level.ERROR, "expandable_segments"),
+        ("plugin", {"plugin": False}, Level.NOTE, "not installed beside vLLM"),
+        ("plugin", {"allowed": False}, Level.WARNING, "VLLM_PLUGINS"),
+        ("model", {"encoder_decoder": True}, Level.ERROR, "LlamaForCausalLM"),
+        ("model", {"unknown": ("chunked_attention",)}, Level.WARNING, "chunked_attention"),
+        ("model", {"sparse": True}, Level.WARNING, "index"),
+        ("groups", {"vllm": "0.26.0"}, Level.OK, "layer by layer"),
+        ("groups", {"layers": {FULL: 5, WINDOW: 25}}, Level.OK, "in the background"),
+        ("groups", {"layers": {FULL: 5, WINDOW: 25}, "vllm": "0.29.0"}, Level.ERROR, "refuses"),
+        ("groups", {"layers": {WINDOW: 30}, "vllm": "0.28.0"}, Level.ERROR, "refuses"),
+        ("groups", {"layers": {WINDOW: 30}, "vllm": "0.29.0"}, Level.OK, "layer by layer"),
+        ("bytes", {}, Level.OK, "23,040 bytes a token in bfloat16, 2,949,120 bytes a block of 128 tokens"),
+        ("bytes", {"gpu": True}, Level.OK, "368,640 bytes a block of 16 tokens"),
+        ("bytes", {"layers": {RECURRENT: 8}}, Level.NOTE, "not known"),
+        ("room", {}, Level.OK, "46,603 tokens: 5.7 prompts of 8,192"),
+        ("room", {"longest": 131_072}, Level.NOTE, "0.4 prompts"),
+        ("room", {"longest": 0}, Level.OK, "46,603 tokens."),
+        ("ranks", {"layers": {LATENT: 30}}, Level.OK, "all of it"),
+        ("drafts", {"drafts": 1}, Level.NOTE, "one block shorter"),
+    ],
+)
+def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level, says):
+    check = finding(name, **changes)
+    assert check.level is level
+    assert says in check.found
+    assert check.advice or level in (Level.OK, Level.NOTE)
+
+
+@pytest.mark.parametrize("model", [LLAMA, HYBRID])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_memory_that_is_advised_holds_the_longest_prompt(model, gpu):
+    at = msgspec.structs.replace(HERE, gpu=gpu, config=Config(host_bytes=1 << 20))
+    advised = int(finding("room", model, at).advice.split("host_bytes=")[1])
+    assert finding("room", model, at, config=Config(host_bytes=advised)).level is Level.OK
+    assert finding("room", model, at, config=Config(host_bytes=advised - 1000)).level is Level.NOTE
+
+
+def test_a_hybrids_block_is_long_enough_that_its_attention_is_no_smaller_than_a_state():
+    at = msgspec.structs.replace(HERE, gpu=True)
+    tokens = block_tokens(HYBRID, at)
+    assert tokens % 16 == 0
+    assert tokens * HYBRID.token_bytes >= HYBRID.state_bytes > (tokens - 16) * HYBRID.token_bytes
+    assert bytes_per_token(HYBRID, at) == pytest.approx(4 * 768 + 36 * 400_000 / tokens)
+
+
+def parsed(command):
+    words = shlex.split(command)
+    return words, json.loads(words[words.index("--kv-transfer-config") + 1])
+
+
+def test_the_command_has_what_differs_from_the_defaults_and_can_be_typed():
+    at = msgspec.structs.replace(HERE, config=Config(host_bytes=1 << 30, lease_s=5.0, disk_path="/it's here"))
+    words, transfer = parsed(serve_command("my model", LLAMA, at))
+    assert words[:3] == ["vllm", "serve", "my model"]
+    assert "--mamba-cache-mode" not in words
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert from_mapping(transfer["kv_connector_extra_config"]) == at.config
+    assert "kv_connector_module_path" not in transfer
+
+
+def test_a_hybrid_gets_the_flags_that_keep_its_states_and_an_unseen_plugin_its_module():
+    words, transfer = parsed(serve_command("m", HYBRID, msgspec.structs.replace(HERE, plugin=False)))
+    assert words[words.index("--mamba-cache-mode") + 1] == "align"
+    assert "--enable-prefix-caching" in words
+    assert transfer["kv_connector_module_path"] == MODULE
+
+
+def test_the_place_is_looked_at_through_the_environment_that_is_given(tmp_path):
+    facts = gather(None, {"XDG_CACHE_HOME": str(tmp_path)}, ())
+    closed = {"VLLM_PLUGINS": "others", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    at = setup(facts, Config(), closed, "kv_producer")
+    assert (at.allowed, at.expandable, at.role) == (False, True, "kv_producer")
+    assert setup(facts, Config(), {"VLLM_PLUGINS": "a,layercast"}).allowed
+    assert setup(facts, Config(), {}).allowed
