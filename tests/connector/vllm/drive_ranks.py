@@ -1,4 +1,7 @@
-"""Two tensor-parallel ranks, each a process with a slab of its own, under one scheduler in this process."""
+"""Two tensor-parallel ranks, each a process with a slab of its own, under one scheduler in this process.
+
+Usage: FOLDER [KV]      KV: a folder under the slabs.
+"""
 
 import os
 import sys
@@ -9,9 +12,9 @@ from lab import BLOCK, model, prompt, settings_of, tell
 from vllm import LLM, SamplingParams
 
 
-def main(folder):
+def main(folder, kv=""):
     path, long = model(folder, "llama"), prompt(1, 200)
-    llm = LLM(model=path, **{**settings_of(), "tensor_parallel_size": 2})
+    llm = LLM(model=path, **{**settings_of({"disk_path": kv}), "tensor_parallel_size": 2})
     core = llm.llm_engine.engine_core.engine_core
     connector = core.scheduler.connector
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
@@ -38,4 +41,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,7 +1,11 @@
-"""Random schedules of arrivals, aborts, preemptions and lost bytes on a small cache. Usage: FOLDER MODEL SCHEDULES."""
+"""Random schedules of arrivals, aborts, preemptions and lost bytes on a small cache.
+
+Usage: FOLDER MODEL SCHEDULES [KV]      KV: a folder under the slab.
+"""
 
 import random
 import sys
+from pathlib import Path
 
 from lab import Engine, model, prompt, tell
 from vllm import SamplingParams
@@ -46,13 +50,13 @@ def schedule(engine, number, references):
     return {"number": number, "wrong": wrong, "missing": missing, **engine.drain()}
 
 
-def main(folder, name, count):
+def main(folder, name, count, kv=""):
     engine = Engine(
         model(folder, name),
         num_gpu_blocks_override=18 if name == "llama" else 60,
         max_model_len=320,
         enable_prefix_caching=True,
-        pool={"host_bytes": 5 << 17, "layer_wait_ms": 2000},
+        pool={"host_bytes": 5 << 17, "layer_wait_ms": 2000, "disk_path": kv},
     )
     references = [engine.run(ids_of(n), tokens=TOKENS)["replies"][0]["tokens"] for n in range(PROMPTS)]
     runs = [schedule(engine, number, references) for number in range(int(count))]
@@ -60,6 +64,7 @@ def main(folder, name, count):
     facts = {"bad": [run for run in runs if run["wrong"] or run["missing"] or not run["idle"] or run["held"]]}
     facts |= {"runs": len(runs), "preemptions": engine.preemptions, "blocks": engine.blocks}
     facts |= {"free": sorted({run["free_blocks"] for run in runs}), "requests": sorted({r["requests"] for r in runs})}
+    facts |= {"written": sum(path.is_file() for path in Path(kv).rglob("*")) if kv else 0}
     facts |= {"hits": stats.hits, "evictions": stats.evictions, "forgotten": stats.forgotten}
     facts["threads"] = engine.close()
     tell(facts)

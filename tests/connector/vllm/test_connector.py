@@ -126,7 +126,7 @@ def test_the_connector_is_known_by_name_and_keeps_full_graphs(facts):
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, disk_bytes, disk_path, host_bytes"),
+        ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, disk_bytes, disk_path, "),
         ("pipeline", "UnsupportedModel", "pipeline parallelism"),
         ("groups", "UnsupportedModel", "caches of"),
     ],

@@ -23,5 +23,16 @@ def test_a_block_is_there_once_both_ranks_have_saved_it(facts):
     assert facts["turn"]["cached"] == 7 * facts["block"]
 
 
+def test_ranks_of_another_engine_bring_up_their_own_halves(drive, tmp_path):
+    kv = tmp_path / "kv"
+    first, other = (drive("ranks", str(kv)) for _ in range(2))
+    assert sorted(path.name for path in kv.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    assert first["cold"]["cached"] == 0
+    assert other["cold"]["cached"] == 6 * other["block"]
+    assert other["cold"]["tokens"] == first["cold"]["tokens"]
+    assert other["turn"]["cached"] == 7 * other["block"]
+    assert other["idle"]
+
+
 def test_nothing_is_left(facts):
     assert facts["idle"]
