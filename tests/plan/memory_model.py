@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
+from layercast.plan.pieces import COLUMNS
 from layercast.spec.dtypes import item_bytes
 from layercast.spec.groups import Group, GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
@@ -120,7 +121,7 @@ def natural(shapes, *, cross: bool) -> list[tuple[int, ...]]:
 
 def execute(pieces, source: np.ndarray, target: np.ndarray) -> None:
     """Copy the pieces byte by byte, as slowly as they are written."""
-    arrays = (getattr(pieces, name).tolist() for name in pieces.__slots__)
+    arrays = (getattr(pieces, name).tolist() for name in COLUMNS)
     for from_, to, length, count, from_step, to_step in zip(*arrays, strict=True):
         assert length > 0
         assert count > 0

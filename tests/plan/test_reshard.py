@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercast.errors import LayoutMismatch, WholeBlocksOnly
+from layercast.plan.pieces import COLUMNS
 from layercast.plan.reshard import cuts_to, route_of
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
@@ -70,9 +71,7 @@ def reshard_and_check(heads, layers, from_, to, family, orders):
         for rank, mine in by_source.items():
             plan = route_of(mine, held[rank][1], group).plan(range(BLOCKS), range(BLOCKS))
             pieces = plan.window(plan.layers)
-            for a, b, n, rows, da, db in zip(
-                *(getattr(pieces, name).tolist() for name in pieces.__slots__), strict=True
-            ):
+            for a, b, n, rows, da, db in zip(*(getattr(pieces, name).tolist() for name in COLUMNS), strict=True):
                 for row in range(rows):
                     memory[b + row * db : b + row * db + n] = held[rank][0][a + row * da : a + row * da + n]
                     times[b + row * db : b + row * db + n] += 1

@@ -3,7 +3,6 @@
 Neither knows what the flights copy.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -12,54 +11,46 @@ from layercast.move.base import Flight, Gate
 from layercast.move.cuda import torch_stream
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight
-from layercast.move.flights import landed
 from layercast.move.gates import CpuGate
 from layercast.move.words import words_at
 
-_LANDED = landed()
 _LOOK_AGAIN_S = 0.05
 """A waiter that a reset passed by between two looks sleeps no longer than this."""
 
 
-class CudaGate(Gate):
+class CudaGate(CpuGate):
     """The caller's stream waits for the copies; the caller itself only until they stand in a device's queue.
 
     A flight that is not the device's (bytes from a peer) is waited for by the caller, as on a CPU.
     """
 
     def __init__(self, driver: Driver, current_stream: Callable[[], int] | None = None) -> None:
+        super().__init__()
         self._driver = driver
         self._current_stream = current_stream or torch_stream
-        self._host = CpuGate()
-        self._lock = threading.Lock()
         self._flights: dict[int, list[CudaFlight]] = {}
-        self._counts: dict[int, int] = {}
-        self._epoch = 0
 
     def arm(self, flights: Mapping[int, int]) -> None:
         """Close each layer's gate until that many flights stand in a queue, or have ended.
 
         Raises BadTransition while one is closed.
         """
-        with self._lock:
+        with self._changed:
             closed = [layer for layer, ours in self._flights.items() if any(_parked(flight) for flight in ours)]
             if closed:
                 raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
-            self._host.arm(flights)
-            self._epoch += 1
-            self._counts = {layer: count for layer, count in flights.items() if count > 0}
+            super().arm(flights)
             self._flights = {}
 
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate. Returns at once."""
         if not isinstance(after, CudaFlight):
-            self._host.open(layer, after)
+            super().open(layer, after)
             return
-        with self._lock:
-            ours = self._flights.setdefault(layer, [])
-            if len(ours) < self._counts.get(layer, 0):
-                ours.append(after)
-        self._host.open(layer, _LANDED)
+        with self._changed:
+            if layer in self._missing:
+                self._flights.setdefault(layer, []).append(after)
+                self._count(self._epoch, layer)
 
     def wait(self, layer: int, timeout_s: float) -> float:
         """Make the caller's stream wait for the layer's copies; seconds the caller was blocked.
@@ -67,7 +58,7 @@ class CudaGate(Gate):
         Raises DeadlineExceeded after `timeout_s` seconds.
         """
         start, epoch = time.monotonic(), self._epoch
-        blocked = self._host.wait(layer, timeout_s)
+        blocked = super().wait(layer, timeout_s)
         for flight in self._flights.get(layer, ()):
             if _parked(flight):
                 self._sleep(flight, layer, epoch, start + timeout_s)
@@ -78,10 +69,9 @@ class CudaGate(Gate):
 
     def reset(self) -> None:
         """Open every gate and forget what was armed; late flights of the old arming change nothing."""
-        with self._lock:
-            self._epoch += 1
-            self._counts, self._flights = {}, {}
-        self._host.reset()
+        with self._changed:
+            self._flights = {}
+            super().reset()
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
         while epoch == self._epoch and (left := deadline - time.monotonic()) > 0:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
-from layercast.move.cuda_program import WIDTH, Ints, Op
-from layercast.plan.pieces import Pieces
+from layercast.move.cuda_program import OWNER, WIDTH, Ints, Op
+from layercast.plan.pieces import COLUMNS
 
 Issue = Callable[[Ints, int, Ints, Ints], None]
 """issue(table, longest, cuts, errors): run every row; errors[owner] becomes the first error code of that owner.
@@ -73,21 +73,22 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """(columns, pieces, stream, batched, cuts, call, room) -> (error code, room of the next call).
+    """(columns, row, batched, cuts, call, room) -> (error code, room of the next call).
 
-    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
+    columns: int64 [6, at least as many as the row has pieces]. call: int64 [3, MOST], where calls of many are written.
     """
     (attribute, nth_attribute), most = attributes, MOST
-    one, many = calls.copy, calls.copy_batch
+    one, many, fetch = calls.copy, calls.copy_batch, calls.fetch
 
-    def run(
-        columns: Ints, pieces: int, stream: int, batched: bool, cuts: Ints, call: Ints, room: int
-    ) -> tuple[int, int]:
-        code, filled, at = 0, 0, call.ctypes.data
+    def run(columns: Ints, row: Ints, batched: bool, cuts: Ints, call: Ints, room: int) -> tuple[int, int]:
+        code, filled, at, width = 0, 0, call.ctypes.data, columns.shape[1]
+        source, target, pieces, stream = row[7], row[8], row[9], row[10]
+        for nth in range(columns.shape[0]):
+            fetch(columns.ctypes.data + 8 * width * nth, row[1 + nth], 8 * pieces)
         for nth in range(pieces):
             for step in range(columns[3, nth]):
-                from_ = columns[0, nth] + step * columns[4, nth]
-                to, left = columns[1, nth] + step * columns[5, nth], columns[2, nth]
+                from_ = columns[0, nth] + source + step * columns[4, nth]
+                to, left = columns[1, nth] + target + step * columns[5, nth], columns[2, nth]
                 while left > 0 and code == 0:
                     nbytes = unbroken(cuts, to, unbroken(cuts, from_, left))
                     if batched:
@@ -110,22 +111,19 @@ def _loop(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[.
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_singly, is_launch, is_hold = int(Op.COPIES), int(Op.SINGLY), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, first_call, most, width = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(Pieces.__slots__)
-    fetch = calls.fetch
+    is_record, is_wait, first_call, most, columns_of = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(COLUMNS)
+    owner_at = OWNER
 
     def run(table: Ints, longest: int, cuts: Ints, errors: Ints) -> None:
-        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
+        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((columns_of, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 9]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, owner_at]
             if op < is_record and owner >= 0 and errors[owner] != 0:
                 continue
             code = 0
             if op in (is_copies, is_singly):
-                pieces, stream = table[row, 7], table[row, 8]
-                for nth in range(width):
-                    fetch(columns.ctypes.data + 8 * longest * nth, table[row, 1 + nth], 8 * pieces)
-                code, room = copies(columns, pieces, stream, op == is_copies, cuts, call, room)
+                code, room = copies(columns, table[row], op == is_copies, cuts, call, room)
             elif op == is_launch:
                 code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
             elif op == is_hold:

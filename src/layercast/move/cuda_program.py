@@ -12,8 +12,9 @@ import numpy.typing as npt
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 10
-"""Columns of a row: what to do, up to eight arguments, and whose it is."""
+WIDTH = 12
+"""Columns of a row: what to do, up to ten arguments, and whose it is."""
+OWNER = WIDTH - 1
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -51,9 +52,20 @@ class Program:
         Their arrays are named, not joined: numpy gives the interpreter lock up over arrays of more than 500 items, and
         taking it again beside a busy thread costs milliseconds each time.
         """
-        columns = [self._hold(getattr(pieces, name)) for name in Pieces.__slots__]
+        hold = self._hold
         self.longest = max(self.longest, len(pieces))
-        self._add(Op.COPIES if batched else Op.SINGLY, *columns, len(pieces), stream)
+        self._add(
+            Op.COPIES if batched else Op.SINGLY,
+            hold(pieces.sources),
+            hold(pieces.targets),
+            hold(pieces.length),
+            hold(pieces.count),
+            hold(pieces.source_stride),
+            hold(pieces.target_stride),
+            *pieces.shift,
+            len(pieces),
+            stream,
+        )
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, values: Ints) -> None:
         """A kernel whose parameters are 64-bit values, or 32-bit ones in their low half."""

@@ -28,17 +28,30 @@ class Pieces:
     """Copies as parallel int64 arrays: `count` times `length` bytes, each step `*_stride` further.
 
     A plain piece has count 1 (its strides are 0). A target stride may be negative; rows never overlap.
+    sources, targets: addresses before they are shifted. shift: bytes to add to them, so that the layers of a plan can
+    share all their arrays.
     """
 
-    source: Ints
-    target: Ints
+    sources: Ints
+    targets: Ints
     length: Ints
     count: Ints
     source_stride: Ints
     target_stride: Ints
+    shift: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         return len(self.length)
+
+    @property
+    def source(self) -> Ints:
+        """Where each piece begins on the source."""
+        return self.sources + self.shift[0] if self.shift[0] else self.sources
+
+    @property
+    def target(self) -> Ints:
+        """Where each piece begins on the target."""
+        return self.targets + self.shift[1] if self.shift[1] else self.targets
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +60,7 @@ class Pieces:
 
     def take(self, index: "slice | Ints") -> "Pieces":
         """The chosen pieces."""
-        return Pieces(*(getattr(self, name)[index] for name in self.__slots__))
+        return Pieces(*(getattr(self, name)[index] for name in COLUMNS))
 
     @staticmethod
     def join(parts: Sequence["Pieces"]) -> "Pieces":
@@ -56,10 +69,13 @@ class Pieces:
             return parts[0]
         if not parts:
             return _NOTHING
-        return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in Pieces.__slots__))
+        return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS))
 
 
-_NOTHING = Pieces(*(np.zeros(0, np.int64) for _ in range(6)))
+COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
+"""What there is one of for each piece."""
+_NONE = np.zeros(0, np.int64)
+_NOTHING = Pieces(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +148,16 @@ class CopyPlan:
         return _spread(columns, self.runs)
 
     def windows(self, windows: Sequence[Sequence[int]]) -> list[Pieces]:
-        """The pieces of each window; where windows are alike but for where they lie, all by one addition."""
+        """The pieces of each window; those of windows that are alike but for where they lie share their arrays."""
         if len(windows) < 2:
             return [self.window(layers) for layers in windows]
         first = self.window(windows[0])
         alike = self._inside(windows[0])
-        ways = [self._shift(windows[0], layers) if alike == self._inside(layers) else None for layers in windows]
-        shifts = np.array([way or (0, 0) for way in ways], np.int64)
-        source, target = first.source + shifts[:, :1], first.target + shifts[:, 1:]
-        rest = (first.length, first.count, first.source_stride, first.target_stride)
+        shifts = [self._shift(windows[0], layers) if alike == self._inside(layers) else None for layers in windows]
+        arrays = (first.source, first.target, first.length, first.count, first.source_stride, first.target_stride)
         return [
-            self.window(layers) if way is None else Pieces(source[nth], target[nth], *rest)
-            for nth, (layers, way) in enumerate(zip(windows, ways, strict=True))
+            self.window(layers) if shift is None else Pieces(*arrays, shift)
+            for layers, shift in zip(windows, shifts, strict=True)
         ]
 
     def _inside(self, layers: Sequence[int]) -> list[tuple[int, int]] | None:
