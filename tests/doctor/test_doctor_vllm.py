@@ -31,6 +31,8 @@ LLAMA = Model(
 HYBRID = msgspec.structs.replace(LLAMA, layers={FULL: 4, RECURRENT: 36}, state_bytes=400_000)
 HERE = Setup(vllm="0.32.0", gpu=False, config=Config(host_bytes=1 << 30))
 
+ON_GPU = msgspec.structs.replace(HERE, gpu=True)
+
 
 def finding(name, model=LLAMA, at=HERE, **changes):
     own = {key: value for key, value in changes.items() if key in Model.__struct_fields__}
@@ -40,7 +42,7 @@ def finding(name, model=LLAMA, at=HERE, **changes):
 
 
 def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
-    assert {check.level for check in judge_model(LLAMA, HERE)} == {Level.OK}
+    assert {check.level for check in judge_model(LLAMA, ON_GPU)} == {Level.OK}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
         ("room", {}, Level.OK, "46,603 tokens: 5.7 prompts of 8,192"),
         ("room", {"longest": 131_072}, Level.NOTE, "0.4 prompts"),
         ("room", {"longest": 0}, Level.OK, "46,603 tokens."),
+        ("cache", {}, Level.NOTE, "nearly all memory"),
         ("ranks", {"layers": {LATENT: 30}}, Level.OK, "all of it"),
         ("drafts", {"drafts": 1}, Level.NOTE, "one block shorter"),
     ],
@@ -122,3 +125,10 @@ def test_the_place_is_looked_at_through_the_environment_that_is_given(tmp_path):
     assert (at.allowed, at.expandable, at.role) == (False, True, "kv_producer")
     assert setup(facts, Config(), {"VLLM_PLUGINS": "a,layercast"}).allowed
     assert setup(facts, Config(), {}).allowed
+
+
+def test_on_a_cpu_vllms_own_cache_is_bounded_and_still_holds_the_longest_prompt():
+    words, _ = parsed(serve_command("m", msgspec.structs.replace(LLAMA, longest=131_072), HERE))
+    assert int(words[words.index("--kv-cache-memory-bytes") + 1]) == 2 * 131_072 * 30 * 768
+    assert "--kv-cache-memory-bytes" not in serve_command("m", LLAMA, ON_GPU)
+    assert finding("cache", at=ON_GPU) is None

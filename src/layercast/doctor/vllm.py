@@ -21,6 +21,7 @@ NAME, MODULE = "LayercastConnector", "layercast.connector.vllm.connector"
 PLUGINS = "vllm.general_plugins"
 GPU_BLOCK, CPU_BLOCK, CPU_LATENT_BLOCK = 16, 128, 16
 """Tokens of vLLM's blocks unless told otherwise."""
+CPU_CACHE_BYTES = 1 << 30
 TELLS_TABLES, TELLS_FAILED = (0, 29), (0, 30)
 WORDS = {
     GroupKind.FULL: "of full attention",
@@ -80,6 +81,7 @@ def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
         _groups(model, at),
         _bytes(model, at),
         _room(model, at),
+        _own_memory(model, at),
         _ranks(model),
         _drafts(model),
     )
@@ -91,8 +93,14 @@ def serve_command(name: str, model: Model, at: Setup) -> str:
     chosen, usual = msgspec.to_builtins(at.config), msgspec.to_builtins(Config())
     transfer = transfer_of(at.role, {key: value for key, value in chosen.items() if value != usual[key]})
     module = {} if at.plugin and at.allowed else {"kv_connector_module_path": MODULE}
-    flags = ["--enable-prefix-caching", "--mamba-cache-mode", "align"] if model.recurrent_layers else []
+    flags = [] if at.gpu else ["--kv-cache-memory-bytes", str(cpu_cache_bytes(model))]
+    flags += ["--enable-prefix-caching", "--mamba-cache-mode", "align"] if model.recurrent_layers else []
     return shlex.join(["vllm", "serve", name, *flags, *flag_of(transfer | module)])
+
+
+def cpu_cache_bytes(model: Model) -> int:
+    """Memory for vLLM's own cache on a CPU: two of the longest prompts, or CPU_CACHE_BYTES."""
+    return max(CPU_CACHE_BYTES, 2 * model.longest * model.attention_layers * model.token_bytes)
 
 
 def transfer_of(role: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,6 +220,14 @@ def _room(model: Model, at: Setup) -> Check | None:
     if tokens < model.longest:
         return Check("room", Level.NOTE, found, f"For one of them: --set host_bytes={int(model.longest * each) + 1}")
     return Check("room", Level.OK, found)
+
+
+def _own_memory(model: Model, at: Setup) -> Check | None:
+    if at.gpu:
+        return None
+    found = "On a CPU vLLM takes nearly all memory for a cache of its own, or does not start where others use some."
+    advice = f"--kv-cache-memory-bytes bounds it ({size(cpu_cache_bytes(model))} below); host_bytes comes on top."
+    return Check("cache", Level.NOTE, found, advice)
 
 
 def _ranks(model: Model) -> Check:
