@@ -11,8 +11,9 @@ from pool_driver import BLOCK, BLOCKS, LAYERS, SPECS, TOKENS, Driver, driver, fl
 from layercast.control.backing import SPILL_SHARE, Backing
 from layercast.control.directory import Directory
 from layercast.control.node import open_pool
-from layercast.errors import FolderLost, Refused
-from layercast.flow.orders import StepOrders, TierOrder, TierOutcome
+from layercast.errors import DeadlineExceeded, FolderLost, Refused
+from layercast.flow.orders import KeyedSlots, StepOrders, TierOrder, TierOutcome
+from layercast.flow.tier import Tier
 from layercast.spec.identities import identities_of
 from layercast.store.folder import HEADER, UNFINISHED, FolderStore
 from layercast.store.memory import MemoryStore
@@ -279,7 +280,7 @@ def test_only_what_lies_below_on_every_rank_is_brought_up():
     assert backing.directory.present(0, keys_of(1, 2, 3)[0]) == [True, True, False]
     assert backing.fetched("r")
     assert backing.directory.idle
-    backing.close()
+    backing.close(5)
 
 
 def test_what_did_not_come_up_on_one_rank_is_absent_on_all():
@@ -291,7 +292,7 @@ def test_what_did_not_come_up_on_one_rank_is_absent_on_all():
     assert not backing.fetched("r")
     assert backing.directory.idle
     assert not backing.awaits_reports
-    backing.close()
+    backing.close(5)
 
 
 def test_nothing_is_brought_up_twice():
@@ -299,7 +300,7 @@ def test_nothing_is_brought_up_twice():
     first = ordered(backing, *range(40), request="a")
     assert [len(order.blocks[0].keys) for order in first] == [16, 16, 8]
     assert ordered(backing, *range(40), request="b") == ()
-    backing.close()
+    backing.close(5)
 
 
 def test_a_block_in_the_slab_is_not_looked_for_again():
@@ -308,7 +309,7 @@ def test_a_block_in_the_slab_is_not_looked_for_again():
         backing.settle([ended(order)], 0)
     backing.seek("next", keys_of(1, 2), 3 * BLOCK)
     assert not backing.seeking("next")
-    backing.close()
+    backing.close(5)
 
 
 def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing():
@@ -322,7 +323,7 @@ def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing():
     backing.settle([ended(order)], 0)
     assert backing._fetched == {}
     assert backing.directory.present(0, keys_of(1, 2)[0]) == [True, True], "it was on its way, and others may want it"
-    backing.close()
+    backing.close(5)
 
 
 def test_a_store_that_fails_has_nothing():
@@ -331,7 +332,7 @@ def test_a_store_that_fails_has_nothing():
     backing = backing_of(64, store)
     assert ordered(backing, 1) == ()
     assert not backing.seeking("r")
-    backing.close()
+    backing.close(5)
 
 
 def test_more_to_write_behind_than_may_wait_stays_in_the_slab():
@@ -342,13 +343,13 @@ def test_more_to_write_behind_than_may_wait_stays_in_the_slab():
     directory.commit(directory.reserve("r", keys).id)
     for number in keys[0]:
         backing.saved("r", [[number]])
-    assert (len(backing.orders()), backing.skipped) == (4, 6)
+    orders = backing.orders()
+    assert (len(orders), backing.skipped) == (4, 6)
     assert not directory.idle
-    order = TierOutcome("spill-0", False, False, 0, 0.0, "disk full")
-    backing.settle([order], 0)
+    backing.settle([TierOutcome(orders[0].id, False, False, 0, 0.0, "disk full")], 0)
     backing.saved("r", [keys[0][9:]])
     assert len(backing.orders()) == 1
-    backing.close()
+    backing.close(5)
 
 
 def test_slots_that_are_written_behind_are_not_handed_out():
@@ -365,7 +366,7 @@ def test_slots_that_are_written_behind_are_not_handed_out():
     assert directory.room() == (1,)
     directory.revoke(more.id)
     directory.check()
-    backing.close()
+    backing.close(5)
 
 
 def test_no_thread_is_left(folder):
@@ -374,3 +375,64 @@ def test_no_thread_is_left(folder):
     fill(folder)
     assert {thread.name for thread in threading.enumerate()} == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+class Stuck(MemoryStore):
+    """Never answers, until it is told to."""
+
+    def __init__(self):
+        super().__init__(1 << 16, FakeClock())
+        self.let = threading.Event()
+
+    def present(self, keys):
+        self.let.wait(30)
+        return super().present(keys)
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody_and_no_end():
+    store, threads = Stuck(), threading.active_count()
+    backing = backing_of(64, store)
+    backing.seek("r", keys_of(1, 2), 3 * BLOCK)
+    backing.seek("s", keys_of(1, 2), 3 * BLOCK)
+    assert backing.seeking("r")
+    assert backing.orders() == ()
+    with pytest.raises(DeadlineExceeded):
+        backing.wait(0.01)
+    backing.forget("r")
+    with pytest.raises(DeadlineExceeded):
+        backing.close(0.01)
+    store.let.set()
+    backing.close(5)
+    assert threading.active_count() == threads
+
+
+def test_copies_that_do_not_end_are_told_of_at_the_close(folder):
+    let, threads = threading.Event(), threading.active_count()
+
+    class Slow(FolderStore):
+        def present(self, keys):
+            let.wait(30)
+            return super().present(keys)
+
+    with driver() as drive:
+        slab = drive.pool.worker.ways.slab
+        tier = Tier(slab, Slow(folder, 1 << 20), 10.0, verify=False)
+        for number in range(3):
+            tier.begin(TierOrder(f"spill-{number}", False, (KeyedSlots(0, (bytes(32),), (0,)),)))
+        assert (tier.ended(), tier.idle) == ((), False)
+        with pytest.raises(DeadlineExceeded, match="1 orders"):
+            tier.close(0.01)
+        let.set()
+        tier.close(5)
+        assert [(outcome.done, outcome.reason) for outcome in tier.ended()][1:] == [(False, "cancelled")] * 2
+        assert tier.idle
+    assert threading.active_count() == threads
+
+
+def test_kv_of_a_renewed_identity_goes_nowhere_below(folder):
+    fill(folder)
+    with driver(disk_path=str(folder)) as drive:
+        drive.pool.renew()
+        assert run(drive, "one", TOKENS)[0] == 0
+        assert run(drive, "two", TOKENS)[0] == 8 * BLOCK
+    assert len(files_of(folder)) == BLOCK_FILES

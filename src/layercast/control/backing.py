@@ -7,7 +7,6 @@ belongs to the scheduler's thread. Does not know tokens' names, bytes, nor how t
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import count
 
 from layercast.control.directory import Directory, Lease
 from layercast.errors import DeadlineExceeded, Full, Missing
@@ -48,19 +47,26 @@ class Backing:
         self._least = least
         self._looking = ThreadPoolExecutor(1, "layercast-look")
         self._searches: dict[str, _Search] = {}
-        self._fetches: dict[str, tuple[str, str, int]] = {}
-        """Order to (request, reservation, ranks that have not ended it)."""
+        self._fetches: dict[str, tuple[str, int]] = {}
+        """Order, named after its reservation, to (request, ranks that have not ended it)."""
         self._spills: dict[str, tuple[Lease, int]] = {}
         """Order to (what keeps its slots, ranks that have not ended it)."""
         self._fetched: dict[str, bool] = {}
         """Live request that was looked for, to whether something was brought up for it."""
         self._due: list[TierOrder] = []
-        self._numbers = count()
+        self._last: Future[list[list[bool]]] | None = None
+        """The look that ends last."""
 
     @property
     def there(self) -> bool:
         """Whether there is anything below the slab."""
         return bool(self._stores)
+
+    def retire(self) -> None:
+        """Look for nothing more and write nothing more behind; orders under way end as they do."""
+        for store in self._stores:
+            store.close()  # looks that have not begun end at once
+        self._stores = ()
 
     # ---- up ----
 
@@ -69,7 +75,8 @@ class Backing:
         keys = [named[: (tokens - 1) // spec.block_size] for named, spec in zip(keys, self._specs, strict=True)]
         here = [self.directory.coming(group, named) for group, named in enumerate(keys)]
         if self.there and request not in self._searches and not all(map(all, here)):
-            self._searches[request] = _Search(tokens, keys, self._looking.submit(self._look, keys))
+            self._last = self._looking.submit(_look, self._stores, keys)
+            self._searches[request] = _Search(tokens, keys, self._last)
             self._fetched[request] = False
 
     def seeking(self, request: str) -> bool:
@@ -97,9 +104,7 @@ class Backing:
 
     def forget(self, request: str) -> None:
         """The request has ended; what is on its way for it still comes."""
-        search = self._searches.pop(request, None)
-        if search is not None:
-            search.found.cancel()
+        self._searches.pop(request, None)
         self._fetched.pop(request, None)
 
     # ---- down ----
@@ -121,8 +126,8 @@ class Backing:
             except Missing:
                 continue
             waiting += blocks
-            order = self._order("spill", False, wanted, lease.slots)
-            self._spills[order.id] = lease, self.directory.ranks
+            self._order(lease.id, False, wanted, lease.slots)
+            self._spills[lease.id] = lease, self.directory.ranks
 
     # ---- orders and outcomes ----
 
@@ -151,12 +156,12 @@ class Backing:
             (self._came_up if outcome.fetch else self._went_down)(outcome, rank)
 
     def _came_up(self, outcome: TierOutcome, rank: int) -> None:
-        request, reservation, left = self._fetches.pop(outcome.id)
+        request, left = self._fetches.pop(outcome.id)
         if left > 1:
-            self._fetches[outcome.id] = request, reservation, left - 1
+            self._fetches[outcome.id] = request, left - 1
         if not outcome.done:
-            self.directory.revoke(reservation, rank)
-        elif self.directory.commit(reservation, rank) and request in self._fetched:
+            self.directory.revoke(outcome.id, rank)
+        elif self.directory.commit(outcome.id, rank) and request in self._fetched:
             self._fetched[request] = True
 
     def _went_down(self, outcome: TierOutcome, rank: int) -> None:
@@ -166,21 +171,13 @@ class Backing:
         else:
             self.directory.release(lease)
 
-    def close(self) -> None:
-        """End the thread. Orders under way are the workers'."""
-        self._looking.shutdown(cancel_futures=True)
-        for store in self._stores:
-            store.close()
-
-    def _look(self, keys: Keys) -> list[list[bool]]:
-        """Presence in the stores of all ranks, by group. On the thread that looks."""
-        found = []
-        for named in keys:
-            here = [True] * len(named)
-            for store in self._stores:
-                here = [one and other for one, other in zip(here, store.present(named), strict=True)]
-            found.append(here)
-        return found
+    def close(self, timeout_s: float) -> None:
+        """End the thread; orders under way are the workers'. Raises DeadlineExceeded if a store does not answer."""
+        self.retire()
+        self._looking.shutdown(wait=False)
+        if self._last is not None and wait([self._last], timeout_s).not_done:
+            raise DeadlineExceeded(f"the stores below have not answered within {timeout_s:g} s")
+        self._looking.shutdown()
 
     def _fetch(self, request: str, search: _Search) -> None:
         """Order what lengthens the prefix that can be used, as far as the slab has room."""
@@ -196,18 +193,27 @@ class Backing:
                 names = [
                     [named[i] for i in indices] for named, indices in zip(search.keys, reservation.indices, strict=True)
                 ]
-                order = self._order("fetch", True, names, reservation.slots)
-                self._fetches[order.id] = request, reservation.id, self.directory.ranks
+                self._order(reservation.id, True, names, reservation.slots)
+                self._fetches[reservation.id] = request, self.directory.ranks
 
-    def _order(self, what: str, fetch: bool, keys: Keys, slots: Sequence[Sequence[int]]) -> TierOrder:
+    def _order(self, name: str, fetch: bool, keys: Keys, slots: Sequence[Sequence[int]]) -> None:
         blocks = tuple(
             KeyedSlots(group, tuple(named), tuple(taken))
             for group, (named, taken) in enumerate(zip(keys, slots, strict=True))
             if taken
         )
-        order = TierOrder(f"{what}-{next(self._numbers)}", fetch, blocks)
-        self._due.append(order)
-        return order
+        self._due.append(TierOrder(name, fetch, blocks))
+
+
+def _look(stores: Sequence[Store], keys: Keys) -> list[list[bool]]:
+    """Presence in all stores, by group. On the thread that looks."""
+    found = []
+    for named in keys:
+        here = [True] * len(named)
+        for store in stores:
+            here = [one and other for one, other in zip(here, store.present(named), strict=True)]
+        found.append(here)
+    return found
 
 
 def _parts(indices: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

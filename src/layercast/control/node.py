@@ -105,4 +105,4 @@ def open_pool(
         try:
             yield pool
         finally:
-            pool.close()
+            pool.close(CLOSE_S)

@@ -62,6 +62,10 @@ class Pool(SchedulerSide):
         late = self.directory.clock() > self._asked_s[request] + self.config.layer_wait_ms / 1000
         return not late and self.rising(request, coming=True)
 
+    def brought_up(self, request: str) -> bool:
+        """Whether blocks have come from below the slab for a live request."""
+        return self.backing.fetched(request)
+
     @property
     def busy_below(self) -> bool:
         """Whether anything moves, or is looked for, below the slab."""

@@ -257,7 +257,11 @@ class SchedulerSide:
             self._saving[save].doomed = True
 
     def renew(self) -> None:
-        """Give all KV to come another identity: what is stored or being saved is found no more."""
+        """Give all KV to come another identity: what is stored or being saved is found no more.
+
+        Nothing goes below the slab from now on, as nobody else knows the new identity.
+        """
+        self.backing.retire()
         version = secrets.token_hex(8)
         self._identities = tuple(
             msgspec.structs.replace(
@@ -277,18 +281,14 @@ class SchedulerSide:
         """Whether more may come from below the slab. coming: whether blocks of the prompt are on their way to it."""
         return self.backing.seeking(request) or (coming and self.backing.fetching)
 
-    def brought_up(self, request: str) -> bool:
-        """Whether blocks have come from below the slab for a live request."""
-        return self.backing.fetched(request)
-
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
         self._names.pop(request, None)
         self.backing.forget(request)
 
-    def close(self) -> None:
-        """End what looks below the slab. A second call changes nothing."""
-        self.backing.close()
+    def close(self, timeout_s: float) -> None:
+        """End what looks below the slab. A second call changes nothing. Raises DeadlineExceeded."""
+        self.backing.close(timeout_s)
 
     @property
     def idle(self) -> bool:

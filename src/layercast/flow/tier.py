@@ -63,7 +63,7 @@ class Tier:
 
     def wait(self, timeout_s: float) -> None:
         """Block until all that was begun has ended. Raises DeadlineExceeded."""
-        left = wait([job for _, job in self._jobs], timeout_s).not_done
+        left = wait([job for _, job in self._jobs if not job.cancelled()], timeout_s).not_done
         if left:
             raise DeadlineExceeded(f"{len(left)} orders to the store below have not ended within {timeout_s:g} s")
 

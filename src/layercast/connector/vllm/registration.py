@@ -100,25 +100,26 @@ def register(
             planes.append(_plane(name, layers[name], tensors[name], backend, KINDS[type(spec)], caches.num_blocks))
     layout = layout_of(specs, planes)
     model = config.model_config
+    name, revision = _lasting_names(config) if lasting else (model.model, model.revision or "")
     identities = identities_of(
         layout,
-        model=model.model,
-        revision=model.revision or "",
-        weights_version=f"{model.dtype} {model.quantization}{_lasting(config) if lasting else ''}",
-        draft=_draft(config),
+        model=name,
+        revision=revision,
+        weights_version=f"{model.dtype} {model.quantization}",
+        draft=_draft(config, named=not lasting),
         packing=f"{sorted(set(kernels))} {versions.layout_name(caches)} {config.cache_config.cache_dtype}",
     )
     target = frozenset(layer for name, layer in layers.items() if not _is_draft(config, name))
     return Registration(layers, target, layout, identities)
 
 
-def _lasting(config: VllmConfig) -> str:
-    """What names the weights in any process. The path of the model stays in the identity beside it."""
+def _lasting_names(config: VllmConfig) -> tuple[str, str]:
+    """What names the weights, a draft's too, wherever they lie, and what computes with them."""
     if getattr(config.cache_config, "calculate_kv_scales", False):  # a setting of older versions
         raise UnsupportedModel(
             "calculate_kv_scales: KV scaled by the first prompt is no other process's; unset disk_path"
         )
-    return f" {weights_digest(config)} vllm {VERSION}"
+    return weights_digest(config), f"vllm {VERSION}"
 
 
 def _is_draft(config: VllmConfig, name: str) -> bool:
@@ -129,13 +130,14 @@ def _is_draft(config: VllmConfig, name: str) -> bool:
     return name.startswith("draft_model.") or extract_layer_index(name) >= own
 
 
-def _draft(config: VllmConfig) -> str:
-    """What decides the KV of draft layers besides the model itself; empty without any."""
+def _draft(config: VllmConfig, named: bool) -> str:
+    """What decides the KV of draft layers besides the model itself; empty without any. named: say which weights."""
     spec = config.speculative_config
     if spec is None or spec.draft_model_config is None:
         return ""
     draft = spec.draft_model_config
-    return f"{spec.method} {draft.model} {draft.revision} {draft.dtype} {draft.quantization}"
+    name = f"{draft.model} {draft.revision} " if named else ""
+    return f"{spec.method} {name}{draft.dtype} {draft.quantization}"
 
 
 def _specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:

@@ -27,6 +27,7 @@ from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Report
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import DISK, Tracked, wishes_of
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
+from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
@@ -131,7 +132,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if (coming or rising) and self._may_wait(known, rising):
             return None, False
         known.match, known.miss, known.local = match, match.miss, num_computed_tokens
-        if self._side.brought_up(request.request_id):
+        if self._side.backing.fetched(request.request_id):
             known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, match.decision.parked and tokens > 0
@@ -348,7 +349,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         """End what looks below the slab."""
         super().shutdown()
         if self.side is not None:
-            self.side.close()
+            self.side.close(CLOSE_S)
 
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)

@@ -17,6 +17,8 @@ from vllm.config import ModelConfig, VllmConfig
 from layercast.errors import UnsupportedModel
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+ELSEWHERE = ("_name_or_path", "transformers_version")
+"""What a configuration says that is not of the model."""
 SPOT_BYTES = 64
 SPOTS = 4096
 """Places read of a file whose tensors are not listed in a header."""
@@ -29,7 +31,8 @@ def weights_digest(config: VllmConfig) -> str:
     if config.speculative_config is not None and config.speculative_config.draft_model_config is not None:
         models.append(config.speculative_config.draft_model_config)
     for model in models:
-        digest.update(model.hf_config.to_json_string(use_diff=False).encode())
+        settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in ELSEWHERE}
+        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
         for file in _files(model, config.load_config.download_dir):
             size = file.stat().st_size
             digest.update(f"{file.name} {size} ".encode())
