@@ -102,7 +102,7 @@ def test_tokens_that_the_engine_holds_are_not_loaded_again(held):
     store(side)
     match = side.match(TOKENS, local_tokens=held * BLOCK)
     if held == 8:
-        assert (match.tokens, match.needed) == (0, ((),))
+        assert (match.tokens, match.needed, match.miss) == (0, ((),), MissReason.HELD)
     else:
         assert (match.tokens, match.needed) == (8 * BLOCK, (tuple(range(held, 8)),))
 

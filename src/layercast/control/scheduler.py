@@ -159,7 +159,7 @@ class SchedulerSide:
             coming = usable_prefix(self.specs, soon, len(tokens), local_tokens=local_tokens).tokens
         hit = max(0, usable.tokens - local_tokens)
         if hit == 0:
-            return Match(0, nothing, keys, NO_HIT, self._why(keys), coming)
+            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), coming)
         nbytes, rest = self.chooser.nbytes(usable.needed), len(tokens) - usable.tokens
         rest = rest if most_rest is None else min(rest, most_rest)
         decision = self.chooser.decide(Hit(hit, nbytes, rest), company)
@@ -356,11 +356,13 @@ class SchedulerSide:
                 names[group] = self._keys(identity, tokens, extras, names[group])
         return names
 
-    def _why(self, keys: Sequence[Sequence[bytes]]) -> MissReason:
+    def _why(self, keys: Sequence[Sequence[bytes]], local_tokens: int) -> MissReason:
         if not any(keys):
             return MissReason.SHORT
         group = next(group for group, named in enumerate(keys) if named)
         absence = self.directory.absences(group, keys[group][:1])[0]
+        if absence is None and local_tokens:
+            return MissReason.HELD
         return MissReason.NEVER_STORED if absence is None else _REASONS.get(absence, MissReason.NEVER_STORED)
 
 

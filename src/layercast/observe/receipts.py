@@ -14,6 +14,7 @@ class MissReason(StrEnum):
     """Why a request's KV was computed rather than loaded; the value is the sentence a user reads."""
 
     NEVER_STORED = "no block of this prompt was ever saved"
+    HELD = "the engine itself still held what the pool has of it"
     EVICTED = "its blocks were evicted to make room; raise host_bytes"
     NAMESPACE = "saved under another model, dtype, layout, adapter or salt"
     SHORT = "the shared prefix is shorter than one block"
