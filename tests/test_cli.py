@@ -79,6 +79,14 @@ def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anyt
     assert ran.stderr.endswith(f"choose another with {option}\n")
 
 
+def test_a_demo_in_vllm_without_vllm_says_what_installs_it(tmp_path):
+    code = "import sys; sys.modules['vllm'] = None; from layercast.cli import main; main()"
+    command = [sys.executable, "-c", code, "demo", "--vllm", "--out", str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "make demo-vllm" in ran.stderr
+
+
 def test_the_command_line_loads_no_engine_and_no_picture_library():
     code = (
         "import sys, layercast.cli, layercast.doctor.examine, layercast.demo.report, layercast.demo.model;"
