@@ -40,7 +40,7 @@ def copied(device, pieces, cuts=(), *, batched=True):
     device.copies.clear()
     device.calls_of.clear()
     program, errors = Program(), np.zeros(1, np.int64)
-    program.copies(pieces, 1, batched=batched)
+    program.copies([pieces], 1, batched=batched)
     device.issue(program.table(), program.longest, np.array(sorted(cuts), np.int64), errors)
     assert not errors.any()
     return device.copies

@@ -275,7 +275,8 @@ class CudaMover(Mover):
         program, batches = Program(EVERYBODYS), [orders[index].pieces for index in part]
         started, stream = lane.start(program, way, batches), lane.copy
         passed: set[Flight] = set()
-        for index in part:
+        index = part.start
+        while index < part.stop:
             order = orders[index]
             for flight in order.after:
                 if flight not in passed:
@@ -283,12 +284,13 @@ class CudaMover(Mover):
                     passed.add(flight)
             if order.behind:
                 lane.hold_until(program, order.behind, way)
-            program.owner = index
-            stream = lane.move(program, order.pieces, way, pinned=pinned)
+            alike = 1 if way is not Way.ENGINE else _alike(orders, range(index, part.stop), passed)
+            program.owner, group = index, batches[index - part.start : index - part.start + alike]
+            stream = lane.move(program, group, way, wave.number(index), pinned=pinned)
             program.owner = EVERYBODYS
-            program.write(stream, lane.tally.address, wave.number(index))
             if order.flag:
                 program.write(stream, order.flag)
+            index += alike
         if part.stop == len(orders):
             program.record(wave.event.handle, stream)
         lane.finish(program, started, stream)
@@ -308,6 +310,7 @@ class CudaMover(Mover):
 
     def _digests(self, lane: Lane, ranges: DigestRanges) -> Digests:
         """Digests of ranges anywhere; those of device memory by way of pinned memory, some rows at a time."""
+        self._driver.bind()
         if not ranges.address.size or self._driver.kind_of(int(ranges.address[0, 0])) != DEVICE:
             return digests_of(ranges)
         row_bytes = max(1, int(ranges.length.sum()))
@@ -322,7 +325,7 @@ class CudaMover(Mover):
             length = np.broadcast_to(ranges.length, source.shape)
             program, errors = Program(), np.zeros(1, np.int64)
             pieces = plain_pieces(target.ravel(), source.ravel(), length.ravel())
-            program.copies(pieces, lane.copy, batched=self._driver.batches)
+            program.copies([pieces], lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
             self._issue(program.table(), program.longest, self._cuts, errors)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
@@ -339,6 +342,21 @@ class CudaMover(Mover):
             self._read_back = (self._driver.host_memory(nbytes), nbytes)
             self._staged += nbytes - size
         return self._read_back[0]
+
+
+def _alike(orders: Sequence[_Order], part: range, passed: set[Flight]) -> int:
+    """How many from the first of a part on share its arrays, and have nothing to wait for or to set by themselves."""
+    first = orders[part.start]
+    if first.flag:
+        return 1
+    for index in part[1:]:
+        mine, order = first.pieces, orders[index]
+        same = order.pieces.sources is mine.sources and order.pieces.targets is mine.targets
+        if not same or order.pieces.length is not mine.length or order.flag or order.behind:
+            return index - part.start
+        if not passed.issuperset(order.after):
+            return index - part.start
+    return len(part)
 
 
 def _growing(count: int) -> list[range]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
-from layercast.move.cuda_program import OWNER, WIDTH, Ints, Op
+from layercast.move.cuda_program import WIDTH, Ints, Op
 from layercast.plan.pieces import COLUMNS
 
 Issue = Callable[[Ints, int, Ints, Ints], None]
@@ -19,14 +19,14 @@ Issue = Callable[[Ints, int, Ints, Ints], None]
 table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
 them was pinned by itself.
 """
-FIRST, MOST = 32, 256
+FIRST, MOST = 128, 256
 """Copies in a program's first call, doubled from call to call up to the most: the engine starts early, and a thread
 that launches kernels waits for no more than one call."""
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-    return _loop(calls, _copies(calls, attributes, _unbroken), _note)
+    return _loop(calls, _batches(calls, _plain_copies(calls, attributes), _note), _note)
 
 
 def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -36,8 +36,8 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """
     from numba import njit
 
-    copies = njit(_copies(calls, attributes, njit(_unbroken)))
-    loop = njit(nogil=True)(_loop(calls, copies, njit(_note)))
+    copies, note = njit(_copies(calls, attributes, njit(_unbroken))), njit(_note)
+    loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
     loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64))
     return loop  # type: ignore[no-any-return]
 
@@ -73,18 +73,26 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """(columns, row, batched, cuts, call, room) -> (error code, room of the next call).
+    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room) -> (error code, next room).
 
-    columns: int64 [6, at least as many as the row has pieces]. call: int64 [3, MOST], where calls of many are written.
+    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written. room: copies
+    in the next call.
     """
     (attribute, nth_attribute), most = attributes, MOST
-    one, many, fetch = calls.copy, calls.copy_batch, calls.fetch
+    one, many = calls.copy, calls.copy_batch
 
-    def run(columns: Ints, row: Ints, batched: bool, cuts: Ints, call: Ints, room: int) -> tuple[int, int]:
-        code, filled, at, width = 0, 0, call.ctypes.data, columns.shape[1]
-        source, target, pieces, stream = row[7], row[8], row[9], row[10]
-        for nth in range(columns.shape[0]):
-            fetch(columns.ctypes.data + 8 * width * nth, row[1 + nth], 8 * pieces)
+    def run(
+        columns: Ints,
+        pieces: int,
+        source: int,
+        target: int,
+        stream: int,
+        batched: int,
+        cuts: Ints,
+        call: Ints,
+        room: int,
+    ) -> tuple[int, int]:
+        code, filled, at = 0, 0, call.ctypes.data
         for nth in range(pieces):
             for step in range(columns[3, nth]):
                 from_ = columns[0, nth] + source + step * columns[4, nth]
@@ -107,33 +115,90 @@ def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., i
     return run
 
 
-def _loop(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[..., None]) -> Issue:
+def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., tuple[int, int]]:
+    """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
+    by_piece = _copies(calls, attributes, _unbroken)
+
+    def run(
+        columns: Ints,
+        pieces: int,
+        source: int,
+        target: int,
+        stream: int,
+        batched: int,
+        cuts: Ints,
+        call: Ints,
+        room: int,
+    ) -> tuple[int, int]:
+        from_, to, nbytes = columns[0, :pieces] + source, columns[1, :pieces] + target, columns[2, :pieces]
+        broken = any(
+            (np.searchsorted(cuts, at, "right") < np.searchsorted(cuts, at + nbytes)).any() for at in (from_, to)
+        )
+        if not batched or broken or (columns[3, :pieces] != 1).any() or not nbytes.all():
+            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, room)
+        first = code = 0
+        while first < pieces and code == 0:
+            count, skip = min(room, pieces - first), 8 * first
+            ends = to.ctypes.data + skip, from_.ctypes.data + skip, nbytes.ctypes.data + skip
+            code = calls.copy_batch(*ends, count, *attributes, 1, stream)
+            first, room = first + count, min(2 * room, MOST)
+        return code, room
+
+    return run
+
+
+def _batches(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[..., None]) -> Callable[..., int]:
+    """(a row of copies, columns, cuts, call, room, errors) -> room: batch by batch, each counted behind its copies."""
+    fetch, write, width = calls.fetch, calls.write, len(COLUMNS)
+
+    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: int, errors: Ints) -> int:
+        pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
+        batches, word, number, owner = row[11], row[12], row[13], row[14]
+        shift = np.empty(2, np.int64)
+        for nth in range(width):
+            fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, row[1 + nth], 8 * pieces)
+        for nth in range(batches):
+            fetch(shift.ctypes.data, shifts + 16 * nth, 16)
+            whose, code = owner + nth if owner >= 0 else owner, 0
+            if whose < 0 or errors[whose] == 0:
+                code, room = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, room)
+            if code != 0:
+                note(errors, whose, code)
+            if word != 0:
+                code = write(stream, word, (number + nth) & 0xFFFFFFFF, 0)
+                if code != 0:
+                    note(errors, -1, code)
+        return room
+
+    return run
+
+
+def _loop(calls: Calls, batches: Callable[..., int], note: Callable[..., None]) -> Issue:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
-    is_copies, is_singly, is_launch, is_hold = int(Op.COPIES), int(Op.SINGLY), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, first_call, most, columns_of = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(COLUMNS)
-    owner_at = OWNER
+    is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
+    is_record, is_wait, first_call, most, width = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(COLUMNS)
 
     def run(table: Ints, longest: int, cuts: Ints, errors: Ints) -> None:
-        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((columns_of, longest), np.int64)
+        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, owner_at]
-            if op < is_record and owner >= 0 and errors[owner] != 0:
-                continue
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 14]
             code = 0
-            if op in (is_copies, is_singly):
-                code, room = copies(columns, table[row], op == is_copies, cuts, call, room)
-            elif op == is_launch:
-                code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
-            elif op == is_hold:
-                code = hold(a, b, c, 0)
+            if op == is_copies:
+                room = batches(table[row], columns, cuts, call, room, errors)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:
                 code = wait(a, b, 0)
-            else:
+            elif op > is_wait:
                 code = write(a, b, c, 0)
+            elif owner >= 0 and errors[owner] != 0:
+                continue
+            elif op == is_launch:
+                code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
+            elif op == is_hold:
+                code = hold(a, b, c, 0)
             if code != 0:
                 note(errors, owner, code)
 

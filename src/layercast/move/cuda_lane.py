@@ -175,16 +175,25 @@ class Lane:
         gathers = way is Way.STAGED and self.direction is Direction.DOWN
         program.hold_until(self.spread if gathers else self.copy, address)
 
-    def move(self, program: Program, pieces: Pieces, way: Way, *, pinned: bool) -> int:
-        """Add one batch's copies; the stream behind which they are complete. pinned: the device reaches both sides."""
-        if way is Way.ENGINE or not len(pieces):
-            program.copies(pieces, self.copy, batched=pinned and self.driver.batches)
+    def move(self, program: Program, batches: Sequence[Pieces], way: Way, number: int, *, pinned: bool) -> int:
+        """Add batches and count them as `number` and those after it; the stream behind which they are complete.
+
+        batches: one, or on the copy engine several that share their arrays. pinned: the device reaches both sides.
+        """
+        if way is Way.ENGINE or not len(batches[0]):
+            batched = pinned and self.driver.batches
+            program.copies(batches, self.copy, batched=batched, word=self.tally.address, number=number)
             return self.copy
+        stream = self.copy
         if way is Way.KERNEL:
-            self._launch(program, next(self._launches), GRID[self.direction], self.copy)
-            return self.copy
-        self._staged(program, rows_of([pieces]))
-        return self.spread if self.direction is Direction.UP else self.copy
+            self._launch(program, next(self._launches), GRID[self.direction], stream)
+        else:
+            self._staged(program, rows_of(list(batches)))
+            stream = self.spread if self.direction is Direction.UP else stream
+        owner, program.owner = program.owner, EVERYBODYS
+        program.write(stream, self.tally.address, number)
+        program.owner = owner
+        return stream
 
     def skip(self, number: int) -> None:
         """Count a batch that will not be moved, so that no stream waits for it for ever."""
@@ -202,7 +211,7 @@ class Lane:
             program.owner = EVERYBODYS
             one = np.ones(1, np.int64)
             upload = plain_pieces(one * tables.device, one * tables.host, one * tables.used)
-            program.copies(upload, self.copy, batched=False)
+            program.copies([upload], self.copy, batched=False)
             program.record(tables.filled, self.copy)
             program.wait(self.spread, tables.filled)
             program.rows += first
@@ -225,7 +234,7 @@ class Lane:
             if up:
                 program.wait(self.copy, slot.free)
                 longer = plain_pieces(staged[heads], part.source[heads], length)
-                program.copies(longer, self.copy, batched=self.driver.batches)
+                program.copies([longer], self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
                 self._launch(program, tables.add(staged, part.target, part.length), STAGED_GRID, self.spread)
                 program.record(slot.free, self.spread)
@@ -234,7 +243,7 @@ class Lane:
                 self._launch(program, tables.add(part.source, staged, part.length), STAGED_GRID, self.spread)
                 self._hand_over(program, self.spread, self.copy)
                 longer = plain_pieces(part.target[heads], staged[heads], length)
-                program.copies(longer, self.copy, batched=self.driver.batches)
+                program.copies([longer], self.copy, batched=self.driver.batches)
                 program.record(slot.free, self.copy)
             first = last
 

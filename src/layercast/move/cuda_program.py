@@ -3,6 +3,7 @@
 Rows are run in order by `cuda_issue`, in one call that needs no interpreter lock. Does not know flights or layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -12,23 +13,21 @@ import numpy.typing as npt
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 12
-"""Columns of a row: what to do, up to ten arguments, and whose it is."""
-OWNER = WIDTH - 1
+WIDTH = 15
+"""Columns of a row: what to do, up to thirteen arguments, and whose it is."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
 
 class Op(IntEnum):
-    """What a row does. Those before RECORD are skipped once their owner has failed; the rest always run."""
+    """What a row does. Launches and holds are skipped once their owner has failed, and copies batch by batch."""
 
     COPIES = 0
-    SINGLY = 1
-    LAUNCH = 2
-    HOLD = 3
-    RECORD = 4
-    WAIT = 5
-    WRITE = 6
+    LAUNCH = 1
+    HOLD = 2
+    RECORD = 3
+    WAIT = 4
+    WRITE = 5
 
 
 @dataclass(slots=True)
@@ -46,25 +45,31 @@ class Program:
         """The rows as an int64 array [rows, WIDTH]."""
         return np.array(self.rows, np.int64).reshape(-1, WIDTH)
 
-    def copies(self, pieces: Pieces, stream: int, *, batched: bool) -> None:
-        """Copies, in calls of many where the driver can (`batched`).
+    def copies(self, batches: Sequence[Pieces], stream: int, *, batched: bool, word: int = 0, number: int = 0) -> None:
+        """Batches that share all their arrays, in calls of many where the driver can (`batched`).
 
-        Their arrays are named, not joined: numpy gives the interpreter lock up over arrays of more than 500 items, and
-        taking it again beside a busy thread costs milliseconds each time.
+        The owners are `owner` and those after it. word: where the stream writes `number` behind the first batch, one
+        more behind the next, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
+        over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
-        hold = self._hold
+        pieces, hold = batches[0], self._hold
+        shifts = np.array([batch.shift for batch in batches], np.int64)
         self.longest = max(self.longest, len(pieces))
         self._add(
-            Op.COPIES if batched else Op.SINGLY,
+            Op.COPIES,
             hold(pieces.sources),
             hold(pieces.targets),
             hold(pieces.length),
             hold(pieces.count),
             hold(pieces.source_stride),
             hold(pieces.target_stride),
-            *pieces.shift,
             len(pieces),
             stream,
+            batched,
+            hold(shifts),
+            len(batches),
+            word,
+            number,
         )
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, values: Ints) -> None:
