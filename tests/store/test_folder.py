@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,39 @@ def test_a_disk_that_fills_up_during_a_write_leaves_nothing_of_it(folder):
     done = subprocess.run([sys.executable, "-c", FULL, str(folder)], check=False, timeout=60, capture_output=True)
     assert done.stdout == b"full\n", done.stderr
     assert not list(folder.rglob(f"*{UNFINISHED}"))
+
+
+SMALL_DISK = """
+import sys
+from pathlib import Path
+from layercast.errors import Full
+from layercast.store.folder import FolderStore
+from layercast.testing.store_laws import content, get, key, put, there
+store, kept = FolderStore(Path(sys.argv[1]) / "kv", 1 << 30), 0
+try:
+    while True:
+        put(store, kept, size=100_000)
+        kept += 1
+except Full as error:
+    assert "No space" in str(error), error
+assert there(store, *range(kept + 1)) == [True] * kept + [False]
+assert all(get(store, number) == content(number, 100_000) for number in range(kept))
+store.evict([key(0), key(1)])
+put(store, 500, size=100_000)
+assert get(store, 500) == content(500, 100_000)
+print("kept", kept)
+"""
+
+
+def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_once_there_is_room(tmp_path):
+    """A file system of one MiB, in a namespace of its own."""
+    inside = 'mount -t tmpfs -o size=1m small "$2" && exec "$0" -c "$1" "$2"'
+    command = ["unshare", "-rm", "sh", "-c", inside, sys.executable, SMALL_DISK, str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("this system lets nobody mount a file system of their own")
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in {"kept 8", "kept 9", "kept 10"}
 
 
 def test_files_are_for_their_owner_alone(folder):

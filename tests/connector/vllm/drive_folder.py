@@ -67,15 +67,22 @@ def main(folder, role, kv, *pairs):
     if dies_after is not None:
         die_after(dies_after)
     descriptors = len(os.listdir("/proc/self/fd"))
-    engine = Engine(path, pool={"disk_path": kv, **settings}, role=role, enable_prefix_caching=local)
-    stats = counted(engine)
+    told = {"enable_prefix_caching": local, "disable_log_stats": False}
+    engine = Engine(path, pool={"disk_path": kv, **settings}, role=role, **told)
+    stats, sources, source_of = counted(engine), [], engine.connector.get_external_cache_hit_sources
+
+    def sourced(request, tokens):
+        sources.append({source.value: count for source, count in source_of(request, tokens).items()})
+        return source_of(request, tokens)
+
+    engine.connector.get_external_cache_hit_sources = sourced
     start_s = time.monotonic()
     facts["runs"] = [engine.run(ids, params=TOLD) for ids in PROMPTS]
     facts["seconds"] = time.monotonic() - start_s
     facts["again"] = engine.run(PROMPTS[0], params=TOLD)
     facts["drained"] = engine.drain()
     engine.connector.get_kv_connector_stats()
-    facts["blocks"], facts["stats"] = engine.blocks, stats
+    facts["blocks"], facts["stats"], facts["sources"] = engine.blocks, stats, sources
     facts["identity"] = engine.side._identities[0].digest().hex()
     facts["threads"] = engine.close()
     facts["descriptors"] = len(os.listdir("/proc/self/fd")) - descriptors

@@ -62,6 +62,12 @@ def test_bytes_read_from_the_folder_are_those_of_the_hits_and_the_tier_is_told(s
         "disk",
         "disk",
     ]
+    assert [source for source in consumer["sources"] if source] == [
+        {"disk": 192},
+        {"disk": 32},
+        {"disk": 480},
+        {"host": 192},
+    ]
     again = consumer["again"]["replies"][0]["params"]["layercast"]
     assert (again["tier"], again["loaded_tokens"]) == ("host", 192), "by then it lies in memory"
 

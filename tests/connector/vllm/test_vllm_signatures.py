@@ -17,8 +17,8 @@ from layercast.connector.vllm.connector import LayercastConnector
 
 KNOWN = json.loads(FILE.read_text())
 WORKS_WITH = ["0.26.0", "0.29.0", "0.32.0", "0.33.0"]
-NEWER = {"get_transfer_results"}
-"""Hooks of ours that 0.26 and 0.29 do not call; they ask `get_finished` instead."""
+NEWER = {"get_transfer_results", "get_external_cache_hit_sources"}
+"""Hooks of ours that 0.26 and 0.29 do not call; they ask `get_finished` instead of the first."""
 OURS = {
     name
     for kind in LayercastConnector.__mro__

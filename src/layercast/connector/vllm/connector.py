@@ -13,12 +13,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from layercast.config import from_mapping
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
-from layercast.connector.vllm.versions import HIT_SOURCE, NAMES_LAYOUTS
+from layercast.connector.vllm.tracked import DISK
+from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS
 from layercast.connector.vllm.worker import WorkerHooks
 
 _log = logging.getLogger("layercast")
@@ -51,6 +53,12 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 "kv_role is %r, but nothing is shared with other engines: set disk_path to a folder that they all see",
                 transfer.kv_role,
             )
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """Where a request's hit came from, for vLLM's own metrics."""
+        known = self.tracked.get(request.request_id)
+        source = DISK_SOURCE if known is not None and known.tier == DISK else HIT_SOURCE
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

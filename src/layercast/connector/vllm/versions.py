@@ -35,8 +35,9 @@ if find_spec("vllm.v1.metrics.cache_hit_source") is not None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     HIT_SOURCE: object = CacheHitSource.HOST
+    DISK_SOURCE: object = CacheHitSource.DISK
 else:
-    HIT_SOURCE = None
+    HIT_SOURCE = DISK_SOURCE = None
 
 
 def layout_name(caches: KVCacheConfig) -> str:
