@@ -1,0 +1,76 @@
+import mmap
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from layercast.bench import ground as room  # noqa: E402
+from layercast.bench.ground import Shape, engine_layout, huge_bytes  # noqa: E402
+from layercast.bench.rivals import Rival, rivals  # noqa: E402
+from layercast.move.cuda_ways import rows_of  # noqa: E402
+from layercast.plan.pieces import route_between  # noqa: E402
+
+SHAPE = Shape(layers=2, heads=4, kv_heads=2, width=8, hidden=32, inner=64, block=4)
+
+
+def pools(blocks):
+    return [torch.zeros(blocks, SHAPE.block_bytes // 2, dtype=torch.bfloat16) for _ in range(SHAPE.layers)]
+
+
+def test_a_pool_is_registered_as_whole_blocks():
+    made = pools(6)
+    (group,) = engine_layout(SHAPE, made).groups
+    assert (group.blocks, group.block_bytes) == (6, SHAPE.layers * SHAPE.block_bytes)
+    assert [group.planes_of(n)[0].base for n in range(SHAPE.layers)] == [pool.data_ptr() for pool in made]
+
+
+def test_halves_copy_every_byte_once_and_never_merge():
+    source, target = pools(16), pools(16)
+    groups = [engine_layout(SHAPE, side).groups[0] for side in (source, target)]
+    plan = route_between(*groups).plan(list(range(0, 16, 2)), list(range(15, 0, -2)))
+    whole, halves = rows_of([plan.layer(1)]), rows_of([room._halves(plan.layer(1))])
+    assert len(halves) == 2 * len(whole)
+    assert halves.length.sum() == whole.length.sum()
+    for side in ("source", "target"):
+        covered = np.sort(getattr(halves, side))
+        assert np.array_equal(np.unique(covered), covered)
+        assert set(getattr(whole, side)) <= set(covered)
+    order = np.argsort(halves.source)
+    touching = np.diff(halves.source[order]) == halves.length[order][:-1]
+    assert not np.any(touching & (np.diff(halves.target[order]) == halves.length[order][:-1]))
+
+
+def test_huge_pages_are_counted_of_the_mapping_that_is_asked_for():
+    with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory[:] = bytes(8 << 20)
+        assert huge_bytes(address) == 0
+    assert huge_bytes(0) == 0
+
+
+def test_a_rival_that_is_missing_or_broken_or_wrong_is_named_and_the_others_run(monkeypatch):
+    def missing(_):
+        raise ModuleNotFoundError("No module named 'x'", name="x")
+
+    def broken(_):
+        raise RuntimeError("no kernel image\nmore")
+
+    nothing = lambda: lambda: None  # noqa: E731
+    makers = {
+        "one_a_block": lambda _: {"one copy a block": Rival(nothing, nothing)},
+        "index_copy": lambda _: {"index_copy_": Rival(nothing, nothing, lambda: False)},
+        "vllm_swap": missing,
+        "sgl_kernels": broken,
+        "lmcache_layers": lambda _: {"LMCache layerwise": Rival(nothing, nothing, lambda: True)},
+    }
+    for name, make in makers.items():
+        monkeypatch.setattr(f"layercast.bench.rivals.{name}", make)
+    found, absent = rivals(None)
+    assert set(found) == {"one copy a block", "LMCache layerwise"}
+    assert absent == {
+        "index_copy_": "did not bring the blocks back",
+        "vLLM swap_blocks_batch": "not installed (x)",
+        "sgl-kernel transfer_kv": "does not work here (RuntimeError: no kernel image)",
+    }
