@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from layercast.errors import Refused
-from layercast.plan.prefix import Usable, usable_prefix, window_blocks
+from layercast.plan.prefix import Usable, lengthening, usable_prefix, window_blocks
 from layercast.spec.groups import GroupKind, GroupSpec
 
 
@@ -103,3 +103,23 @@ def test_groups_without_presence_or_window_are_refused():
         usable_prefix([group("full", 16)], [[], []], 10)
     with pytest.raises(Refused, match="how many tokens its window has"):
         usable_prefix([group("window", 4)], [[True] * 4], 10)
+
+
+@settings(max_examples=300)
+@given(groups_and_presence(), st.randoms(use_true_random=False), st.integers(0, 20))
+def test_what_lengthens_a_prefix_is_there_not_here_and_is_all_that_it_takes(case, draw, least):
+    specs, there, tokens, _, _ = case
+    here = [[has and draw.random() < 0.5 for has in group] for group in there]
+    wanted = lengthening(specs, here, there, tokens, least)
+    before = usable_prefix(specs, here, tokens).tokens
+    most = usable_prefix(specs, there, tokens).tokens
+    for has, below, indices in zip(here, there, wanted, strict=True):
+        assert all(below[i] and not has[i] for i in indices)
+    after = [
+        [has or index in indices for index, has in enumerate(group)]
+        for group, indices in zip(here, wanted, strict=True)
+    ]
+    if most - before >= max(1, least):
+        assert usable_prefix(specs, after, tokens).tokens == most
+    else:
+        assert not any(wanted)

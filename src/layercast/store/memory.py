@@ -55,7 +55,7 @@ class MemoryStore(Store):
             sizes = tuple(map(len, objects))
             deadline = self.clock() + lease_s
             handle = BufferedRead(self, tuple(keys), sizes, deadline, lambda i: self._current(keys[i], objects[i]))
-            self._ledger.lease(handle, keys, handle.deadline)
+            self._ledger.lease(handle, keys[::-1], handle.deadline)
             return handle
 
     def evict(self, keys: Sequence[bytes]) -> list[bool]:
