@@ -236,7 +236,9 @@ class Route:
         target = checked_ids(target_blocks, self.target_blocks, f"{self.name} target")
         if len(source) != len(target):
             raise BadBlocks(f"{self.name}: {len(source)} source blocks for {len(target)} target blocks")
-        if len(target) > 1 and len(np.unique(target)) != len(target):
+        named = np.zeros(self.target_blocks, np.bool_)
+        named[target] = True
+        if np.count_nonzero(named) != len(target):
             raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
         return CopyPlan(_runs(source, target), self.columns, self.shifts)
 
