@@ -335,21 +335,47 @@ def test_a_store_that_fails_has_nothing():
     backing.close(5)
 
 
-def test_more_to_write_behind_than_may_wait_stays_in_the_slab():
-    slots = 4 * SPILL_SHARE
-    backing = backing_of(slots, stored())
+def test_a_part_of_the_slab_is_kept_for_what_is_written_behind_and_the_rest_follows():
+    backing = backing_of(4 * SPILL_SHARE, stored())
     directory = backing.directory
     keys = keys_of(*range(1, 11))
     directory.commit(directory.reserve("r", keys).id)
     for number in keys[0]:
         backing.saved("r", [[number]])
-    orders = backing.orders()
-    assert (len(orders), backing.skipped) == (4, 6)
-    assert not directory.idle
-    backing.settle([TierOutcome(orders[0].id, False, False, 0, 0.0, "disk full")], 0)
-    backing.saved("r", [keys[0][9:]])
-    assert len(backing.orders()) == 1
+    orders, written = backing.orders(), []
+    assert (len(orders), directory.room()) == (4, (4 * SPILL_SHARE - 4,))
+    while orders:
+        written += [key for order in orders for key in order.blocks[0].keys]
+        for order in orders:
+            backing.settle([ended(order, done=False)], 0)
+        orders = backing.orders()
+    assert written == keys[0]
+    assert directory.idle
+    assert not backing.busy
     backing.close(5)
+
+
+def test_what_is_evicted_before_its_turn_is_not_written_behind():
+    backing = backing_of(8, stored())
+    directory = backing.directory
+    keys = keys_of(1, 2, 3)
+    directory.commit(directory.reserve("r", keys).id)
+    for number in keys[0]:
+        backing.saved("r", [[number]])
+    (order,) = backing.orders()
+    directory.commit(directory.reserve("s", keys_of(*range(11, 17))).id)
+    assert directory.present(0, keys[0]).count(True) == 2, "the one that is kept, and the one used last"
+    backing.settle([ended(order)], 0)
+    (order,) = backing.orders()
+    backing.settle([ended(order)], 0)
+    assert backing.orders() == ()
+    assert directory.idle
+    backing.close(5)
+
+
+def test_a_small_slab_writes_a_long_prompt_behind_whole(folder):
+    tokens = list(range(100, 100 + 38 * BLOCK + 1))
+    assert len(fill(folder, tokens, host_bytes=120 << 10)) == 38
 
 
 def test_slots_that_are_written_behind_are_not_handed_out():

@@ -4,8 +4,10 @@ Looks into the stores of all ranks on a thread of its own, so that no scheduler 
 belongs to the scheduler's thread. Does not know tokens' names, bytes, nor how they move.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from layercast.control.directory import Directory, Lease
@@ -20,7 +22,7 @@ Keys = Sequence[Sequence[bytes]]
 ORDER_BLOCKS = 16
 """Most blocks of a group in one order: what fails, fails alone, and what is written behind is soon let go of."""
 SPILL_SHARE = 8
-"""A part of the slab's slots: so many may wait to be written behind; what is saved beyond them stays in the slab."""
+"""A part of the slab's slots: so many are kept at a time for what is written behind; the rest may be evicted first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +42,6 @@ class Backing:
 
     def __init__(self, directory: Directory, stores: Sequence[Store], specs: Sequence[GroupSpec], least: int) -> None:
         self.directory = directory
-        self.skipped = 0
-        """Blocks that were not written behind, as too many were waiting."""
         self._stores = tuple(stores)
         self._specs = tuple(specs)
         self._least = least
@@ -51,6 +51,8 @@ class Backing:
         """Order, named after its reservation, to (request, ranks that have not ended it)."""
         self._spills: dict[str, tuple[Lease, int]] = {}
         """Order to (what keeps its slots, ranks that have not ended it)."""
+        self._later: deque[tuple[str, Keys]] = deque()
+        """(request, keys) of what is to be written behind, not kept from eviction yet."""
         self._fetched: dict[str, bool] = {}
         """Live request that was looked for, to whether something was brought up for it."""
         self._due: list[TierOrder] = []
@@ -67,6 +69,7 @@ class Backing:
         for store in self._stores:
             store.close()  # looks that have not begun end at once
         self._stores = ()
+        self._later.clear()
 
     # ---- up ----
 
@@ -110,24 +113,26 @@ class Backing:
     # ---- down ----
 
     def saved(self, request: str, keys: Keys) -> None:
-        """Blocks have become visible in the slab: write them behind, unless too many are waiting."""
-        if not self.there:
-            return
-        limit = max(1, sum(self.directory.slots) // SPILL_SHARE)
-        waiting = sum(len(slots) for lease, _ in self._spills.values() for slots in lease.slots)
-        for part in _parts([range(len(named)) for named in keys]):
-            wanted = [[named[i] for i in indices] for named, indices in zip(keys, part, strict=True)]
-            blocks = sum(map(len, wanted))
-            if waiting + blocks > limit:
-                self.skipped += blocks
-                continue
-            try:
+        """Blocks have become visible in the slab: write them behind, a few at a time, if they are still there then."""
+        if self.there:
+            parts = _parts([range(len(named)) for named in keys])
+            self._later += [
+                (request, [[named[i] for i in indices] for named, indices in zip(keys, part, strict=True)])
+                for part in parts
+            ]
+            self._spill()
+
+    def _spill(self) -> None:
+        """Order what is to be written behind, as long as what is kept for it is not too much."""
+        limit = sum(self.directory.slots) // SPILL_SHARE
+        kept = sum(len(slots) for lease, _ in self._spills.values() for slots in lease.slots)
+        while self._later and (not self._spills or kept + sum(map(len, self._later[0][1])) <= limit):
+            request, wanted = self._later.popleft()
+            with suppress(Missing):  # evicted before its turn came: a disk that is too slow keeps less
                 lease = self.directory.keep(request, wanted)
-            except Missing:
-                continue
-            waiting += blocks
-            self._order(lease.id, False, wanted, lease.slots)
-            self._spills[lease.id] = lease, self.directory.ranks
+                kept += sum(map(len, wanted))
+                self._order(lease.id, False, wanted, lease.slots)
+                self._spills[lease.id] = lease, self.directory.ranks
 
     # ---- orders and outcomes ----
 
@@ -170,6 +175,7 @@ class Backing:
             self._spills[outcome.id] = lease, left - 1
         else:
             self.directory.release(lease)
+            self._spill()
 
     def close(self, timeout_s: float) -> None:
         """End the thread; orders under way are the workers'. Raises DeadlineExceeded if a store does not answer."""

@@ -273,9 +273,8 @@ class SchedulerSide:
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
         """Look below the slab for what it lacks of a new request's prompt, and have it brought up. Returns at once."""
-        if self.backing.there:
-            with suppress(NotCacheable):
-                self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
+        with suppress(NotCacheable):
+            self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
 
     def rising(self, request: str, coming: bool) -> bool:
         """Whether more may come from below the slab. coming: whether blocks of the prompt are on their way to it."""
