@@ -96,7 +96,7 @@ class StepOrders(msgspec.Struct, frozen=True):
 
     background: loads that this forward does not read; the engine waits for their outcome. aborts: requests of which
     nothing more need be moved. joins: requests whose background loads this forward waits for, as they have been said to
-    have come and may still be landing.
+    have come and may still be landing. tier: copies to and from what lies below the slab, which no forward waits for.
     """
 
     step: int
