@@ -108,7 +108,7 @@ def test_what_was_moved_and_missed_is_counted_in_vllm_s_metrics(facts):
 
 
 def test_every_request_leaves_a_receipt_in_the_log(facts):
-    assert any("192 loaded from host (393,216 bytes, 4 layers" in line for line in facts["receipts"])
+    assert any("192 loaded from host, layerwise (393,216 bytes, 4 layers" in line for line in facts["receipts"])
     assert any("nothing loaded: the request asked not to load" in line for line in facts["receipts"])
     assert len(facts["receipts"]) >= 17
 
