@@ -1,0 +1,251 @@
+"""Hits, first sights and decoding of vLLM on one GPU with layercast's connector, beside vLLM without one and rivals.
+
+    python bench/bench_vllm_gpu.py --json bench/results/vllm_h100.json --model FOLDER [--phases hits ...]
+
+Llama-3.1-8B shape, seeded random weights (not dummy ones), bf16, full graphs and async scheduling as vLLM chooses them.
+Each case is an engine in a process of its own (vllm_engine.py). Two are up at a time and one works: so engines can be
+compared in turn, and start together. The JSON is written after every phase of every case.
+
+same    tokens and KV bytes of hits from the pool against hits from GPU memory; a load that fails inside a forward
+hits    TTFT of prefix + new tokens: from the connector, and with the prefix in GPU memory (the floor: `recompute`'s)
+link    plain copies of 1 GiB between pinned memory and the GPU: the link's limit in this run
+hooks   the engine thread's time in layercast's hooks
+first   first sight of a prompt, saving on against off, two engines in turn
+decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
+mixed   inter-token time of 32 decodes while 8k hits arrive, one a second
+poisson requests over 16 kinds of 8k prefix at Poisson arrivals
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SHAPES = [(2048, 256), (8192, 512), (8192, 2048), (30000, 1024)]
+HOST_BYTES = 20 << 30
+BLOCKS = 6200
+"""Of 16 tokens: 99,200 tokens of GPU cache in every engine."""
+KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
+ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONHASHSEED": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+LMCACHE = {"LMCACHE_CHUNK_SIZE": "256", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "20"}
+
+
+def layercast(**settings):
+    return {
+        "kv_connector": "LayercastConnector",
+        "kv_connector_module_path": "layercast.connector.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_bytes": HOST_BYTES, **settings},
+    }
+
+
+def native(**settings):
+    extra = {"cpu_bytes_to_use": HOST_BYTES, **settings}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+CASES = {
+    "recompute": {"kv": None},
+    "layercast": {"kv": layercast(), "layercast": True},
+    "layercast-bulk": {"kv": layercast(use_layerwise=False), "layercast": True},
+    "native-16": {"kv": native()},
+    "native-256": {"kv": native(block_size=256)},
+    "lmcache-bulk": {"kv": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, "env": LMCACHE},
+}
+
+
+class Engine:
+    """A case's process. Raises RuntimeError, with the end of its log, when it has died."""
+
+    def __init__(self, name, slot, args):
+        self.name, self.dead = name, False
+        case = {
+            "model": args.model,
+            "kv_bytes": BLOCKS * 16 * KV_BYTES_A_TOKEN,
+            **CASES[name],
+            **json.loads(args.engine),
+        }
+        self.log = Path(args.logs) / f"{name}.log"
+        cache = {"VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', '/tmp/vllm_cache')}_{slot}"}
+        env = {**os.environ, **ENV, **cache, **case.pop("env", {})}
+        command = [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(case)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.log.open("w"), text=True, env=env, cwd=HERE
+        )
+
+    def begin(self):
+        """Let it take the GPU; it has imported by now what takes half a minute."""
+        self._write("begin")
+
+    def up(self):
+        self.facts = self._reply()
+        return self.facts
+
+    def __call__(self, do, **order):
+        self._write(json.dumps({"do": do, **order}))
+        return self._reply()
+
+    def _write(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def _reply(self):
+        for line in self.process.stdout:
+            if line.startswith("REPLY "):
+                return json.loads(line[6:])
+        self.dead = True
+        raise RuntimeError(f"{self.name} died: " + "\n".join(self.log.read_text().splitlines()[-25:])[-3000:])
+
+    def end(self):
+        if not self.dead:
+            self._write('{"do": "end"}')
+        self.process.wait(60)
+
+
+class Results:
+    """The JSON, written after every entry; no phase is begun once its time is over."""
+
+    def __init__(self, path, seconds):
+        self.path, self.until = Path(path), time.monotonic() + seconds
+        self.start = time.monotonic()
+        self.all = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def put(self, phase, key, value):
+        self.all.setdefault(phase, {})[key] = value
+        self.path.write_text(json.dumps(self.all, indent=1) + "\n")
+        print(f"[{time.monotonic() - self.start:.0f} s] {phase} {key}: {json.dumps(value)[:700]}", flush=True)
+
+    @property
+    def over(self):
+        return time.monotonic() > self.until
+
+
+def in_turn(engines, rounds, order):
+    """Each engine's answers to the same order, engine after engine, `rounds` times; seconds joined."""
+    every = {engine.name: [] for engine in engines}
+    for number in range(rounds):
+        for engine in engines if number % 2 == 0 else reversed(engines):
+            every[engine.name].append(engine(**order)["seconds"])
+    return every
+
+
+def compared(every):
+    """Median of each engine's times, their ratio, and the spread of the baseline's own halves."""
+    medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
+    means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
+    base, other = list(every)
+    halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
+    return {
+        "median_ms": {name: round(1e3 * value, 4) for name, value in medians.items()},
+        "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
+        "ratio_of_medians": round(medians[other] / medians[base], 4),
+        "ratio_of_means": round(means[other] / means[base], 4),
+        "off_against_off": round(max(halves) / min(halves), 4),
+        "times": sum(len(times) for times in every[other]),
+    }
+
+
+def alone(engine, args, results):
+    """The phases of one engine, while its neighbour is idle."""
+    name, phases, ours = engine.name, set(args.phases), engine.name.startswith("layercast")
+    if "same" in phases and name != "recompute":
+        results.put("same", name, engine("same", prefix=2048, new=300, tokens=16, count=3))
+        if ours:
+            results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
+    for shape in args.shapes if "hits" in phases and not results.over else ():
+        prefix, new = map(int, shape.split("+"))
+        settle = 0.3 if prefix < 20000 else 0.8
+        results.put("hits", f"{name} {shape}", engine("hits", prefix=prefix, new=new, reps=args.reps, settle=settle))
+    if "hooks" in phases and ours:
+        results.put("hooks", name, engine("hooks", prefix=8192, new=512))
+    if "mixed" in phases and name != "recompute" and not results.over:
+        results.put("mixed", name, engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
+    for rate, seed in args.rates if "poisson" in phases and not results.over else ():
+        order = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96, "rate": rate, "seed": int(seed)}
+        results.put("poisson", f"{name} rate {rate:g} seed {seed:g}", engine("poisson", **order))
+
+
+def together(engines, args, results):
+    """The phases that compare two engines in turn."""
+    for prefix, rounds in ((2048, 6), (8192, 6), (30000, 3)) if "first" in args.phases else ():
+        if not results.over:
+            every = in_turn(engines, rounds, {"do": "cold", "prefix": prefix, "reps": 4})
+            every = {name: [times[1:] for times in rounds] for name, rounds in every.items()}
+            results.put("first", str(prefix), compared(every))
+    for batch in (1, 32, 8, 256) if "decode" in args.phases else ():
+        if not results.over:
+            every = in_turn(engines, 4, {"do": "decode", "batch": batch, "steps": 260})
+            results.put("decode", str(batch), compared(every))
+
+
+def measured(engines, args, results):
+    """Everything that is asked of a pair of engines. An engine that dies ends its own phases alone."""
+    for engine in engines:
+        engine.begin()
+    alive = []
+    for engine in engines:
+        try:
+            results.put("engines", engine.name, engine.up())
+            alive.append(engine)
+            if "link" in args.phases and "link" not in results.all:
+                results.put("link", "limit", engine("link"))
+        except RuntimeError as error:
+            results.put("failed", engine.name, str(error))
+    for engine in sorted(alive, key=lambda engine: not engine.name.startswith("layercast")):
+        try:
+            alone(engine, args, results)
+        except RuntimeError as error:
+            results.put("failed", engine.name, str(error))
+    if [engine.name for engine in alive if not engine.dead] == ["recompute", "layercast"]:
+        together(alive, args, results)
+    for engine in engines:
+        engine.end()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--logs", default="/tmp")
+    parser.add_argument(
+        "--pairs", nargs="*", default=["recompute,layercast", "native-256,lmcache-bulk", "native-16,layercast-bulk"]
+    )
+    parser.add_argument("--phases", nargs="*", default=["link", "same", "hits", "hooks", "first", "decode", "mixed"])
+    parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
+    parser.add_argument("--reps", type=int, default=9)
+    parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
+    parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no phase after so long")
+    args = parser.parse_args()
+    results = Results(args.json, args.seconds)
+    results.put("about", "command", " ".join(sys.argv))
+    results.put("about", "machine", {"python": platform.python_version(), "cores": os.cpu_count()})
+    pairs = [[Engine(name, slot, args) for slot, name in enumerate(pair.split(","))] for pair in args.pairs]
+    for engines in pairs:
+        if not results.over:
+            measured(engines, args, results)
+    for engine in (engine for engines in pairs for engine in engines):
+        engine.process.kill()
+    sys.exit("failed" in results.all)
+
+
+if __name__ == "__main__":
+    main()

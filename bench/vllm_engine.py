@@ -1,0 +1,329 @@
+"""One engine of vLLM on a GPU that does what it is told, a line of JSON at a time, and answers in lines "REPLY {...}".
+
+    python bench/vllm_engine.py '{"model": FOLDER, "kv": KVTransferConfig or null, "blocks": 6000, ...}'
+
+Orders: {"do": "hits", "prefix": P, "new": N, "reps": R}, and likewise the other public methods below; "end" ends it.
+Weights are random normal values from a fixed seed, drawn on the device after the engine is up: no dummy values, so what
+is not loaded right shows in the tokens. Used by bench_vllm_gpu.py, which knows the cases.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from itertools import pairwise
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+WAIT_S = 20.0
+
+
+def median(values):
+    return statistics.median(values) if values else None
+
+
+def spread(values):
+    """Median, least and greatest, in ms."""
+    ms = sorted(1e3 * value for value in values)
+    return {"median_ms": round(median(ms), 3), "min_ms": round(ms[0], 3), "max_ms": round(ms[-1], 3), "reps": len(ms)}
+
+
+def part(values, share):
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def draw_weights(module, seed=7):
+    """Random weights that keep activations near 1 from layer to layer."""
+    device = next(module.parameters()).device
+    draw = torch.Generator(device=device).manual_seed(seed)
+    for name, weights in module.named_parameters():
+        if weights.ndim < 2:
+            weights.data.fill_(1.0 if "norm" in name else 0.0)
+        else:
+            scale = 1.0 if "embed" in name else weights.shape[-1] ** -0.5
+            for row in weights.data.split(8192):
+                row.copy_(torch.randn(row.shape, generator=draw, device=device, dtype=torch.float32) * scale)
+
+
+class Engine:
+    def __init__(self, case):
+        more = {"kv_transfer_config": KVTransferConfig(**case["kv"])} if case["kv"] else {}
+        start = time.perf_counter()
+        settings = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": 32768,
+            "max_num_batched_tokens": 16384,
+            "gpu_memory_utilization": 0.2,  # only asked of what is free at the start; the next line counts
+            "kv_cache_memory_bytes": case["kv_bytes"],
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+        }
+        self.llm = LLM(model=case["model"], **{**settings, **more, **case.get("engine", {})})
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        draw_weights(self.runner.model)
+        self.device = next(self.runner.model.parameters()).device
+        self.draw, self.number = torch.Generator().manual_seed(case.get("seed", 1)), 0
+        self.vocabulary = self.core.vllm_config.model_config.get_vocab_size()
+        self.up_s = time.perf_counter() - start
+        for _ in range(2):
+            self.answer(self.tokens(2048))
+
+    def facts(self):
+        graphs = str(self.core.vllm_config.compilation_config.cudagraph_mode)
+        return {
+            "up_s": round(self.up_s, 1),
+            "cudagraph_mode": graphs,
+            "async_scheduling": bool(self.core.vllm_config.scheduler_config.async_scheduling),
+            "runner": type(self.runner).__module__,
+            "gpu_memory_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
+        }
+
+    def tokens(self, count):
+        return torch.randint(5, self.vocabulary, (count,), generator=self.draw).tolist()
+
+    def answer(self, ids, tokens=1):
+        """(seconds, reply) of one request alone."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        (reply,) = self.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        return time.perf_counter() - start, reply
+
+    def idle(self, seconds=0.0):
+        """Step as an engine without requests does, until its connector has nothing to report, and for `seconds`."""
+        until = time.perf_counter() + seconds
+        while self.core.batch_queue or self.scheduler.has_requests() or time.perf_counter() < until:
+            if self.core.batch_queue or self.scheduler.has_requests():
+                self.core.step_fn()
+            else:
+                time.sleep(0.001)
+
+    def forget(self):
+        """Empty the GPU's prefix cache, once whatever a connector still does with its blocks is over."""
+        until = time.perf_counter() + WAIT_S
+        while time.perf_counter() < until:
+            self.idle()
+            if self.llm.reset_prefix_cache():
+                return
+            self.answer(self.tokens(8))  # a step in which a connector can let go; of less than a block
+        raise SystemExit("the GPU's prefix cache could not be emptied: the connector holds blocks")
+
+    def settle(self, seconds):
+        """Let a connector finish its saves: idle steps, for so long at least, and a step with a request."""
+        self.idle(seconds)
+        self.answer(self.tokens(8))
+        self.idle()
+
+    # ---- orders ----
+
+    def hits(self, prefix, new, reps, settle=0.5):
+        """First sight of a prefix, a hit behind it from the connector, and one from GPU memory."""
+        cold, warm, near, cached, bases = [], [], [], set(), []
+        for _ in range(min(3, reps)):
+            bases.append(self.tokens(prefix))
+            cold.append(self.answer(bases[-1])[0])
+            self.settle(settle)
+        for number in range(reps + 1):
+            base = bases[number % len(bases)]
+            self.forget()
+            seconds, reply = self.answer([*base, *self.tokens(new)])
+            again, same = self.answer([*base, *self.tokens(new)])
+            if number:  # the first warms up
+                warm.append(seconds)
+                near.append(again)
+                cached.add((reply.num_cached_tokens, same.num_cached_tokens))
+        return {"cold": spread(cold), "hit": spread(warm), "in_gpu": spread(near), "cached": sorted(cached)}
+
+    def cold(self, prefix, reps):
+        """First sights: seconds of each."""
+        out = [self.answer(self.tokens(prefix))[0] for _ in range(reps)]
+        self.settle(0.2)
+        self.forget()
+        return {"seconds": out}
+
+    def decode(self, batch, steps):
+        """Seconds of each step in which all of `batch` requests decode."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 12, ignore_eos=True, detokenize=False)
+        for _ in range(batch):
+            self.number += 1
+            self.engine.add_request(f"decode-{self.number}", {"prompt_token_ids": self.tokens(64)}, sampling)
+        stamps = []
+        while self.engine.has_unfinished_requests():
+            got = self.engine.step()
+            if len(got) == batch and not any(reply.finished for reply in got):
+                stamps.append(time.perf_counter())
+        stamps = stamps[4:]
+        return {"seconds": [b - a for a, b in pairwise(stamps)]}
+
+    def mixed(self, running, prefix, new, count, every_s):
+        """Inter-token times of `running` decodes while a hit arrives each `every_s` seconds, and the hits' TTFT."""
+        bases = [self.tokens(prefix) for _ in range(count)]
+        for base in bases:
+            self.answer(base)
+            self.settle(0.1)
+        self.forget()
+        sampling = SamplingParams(temperature=0.0, max_tokens=20000, ignore_eos=True, detokenize=False)
+        names = [f"run-{self.number}-{i}" for i in range(running)]
+        self.number += 1
+        for name in names:
+            self.engine.add_request(name, {"prompt_token_ids": self.tokens(64)}, sampling)
+        one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        warm_until = time.perf_counter() + 1.0
+        while time.perf_counter() < warm_until:
+            self.engine.step()
+        begun, asked, first, gaps, last, cached = time.perf_counter(), {}, {}, [], None, []
+        while len(first) < count or len(gaps) < 50:
+            now = time.perf_counter()
+            if len(asked) < count and now - begun >= every_s * len(asked):
+                name = f"hit-{self.number}-{len(asked)}"
+                ids = [*bases[len(asked)], *self.tokens(new)]
+                asked[name] = now
+                self.engine.add_request(name, {"prompt_token_ids": ids}, one)
+            got, now = self.engine.step(), time.perf_counter()
+            for reply in got:
+                if reply.request_id in asked and reply.finished:
+                    first[reply.request_id] = now - asked[reply.request_id]
+                    cached.append(reply.num_cached_tokens)
+            if any(reply.request_id in names for reply in got):
+                gaps += [now - last] if last else []
+                last = now
+        self.engine.abort_request(names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.settle(0.5)
+        self.forget()
+        return {
+            "itl": {"p50_ms": 1e3 * part(gaps, 0.5), "p99_ms": 1e3 * part(gaps, 0.99), "max_ms": 1e3 * max(gaps)},
+            "steps": len(gaps),
+            "ttft": spread(list(first.values())),
+            "cached": sorted(set(cached)),
+        }
+
+    def poisson(self, prefixes, prefix, new, tokens, count, rate, seed):
+        """TTFT and tokens/s of `count` requests over some prefixes, at Poisson arrivals; rate 0: as fast as it can."""
+        draw = torch.Generator().manual_seed(seed)
+        if not hasattr(self, "stock"):
+            self.stock = [self.tokens(prefix) for _ in range(prefixes)]
+            for base in self.stock:
+                self.answer(base)
+                self.settle(0.1)
+        self.forget()
+        gaps = (-torch.log(torch.rand(count, generator=draw)) / rate).tolist() if rate else [0.0] * count
+        due = torch.tensor(gaps).cumsum(0).tolist()
+        which = torch.randint(0, len(self.stock), (count,), generator=draw).tolist()
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        begun, asked, first, done = time.perf_counter(), {}, {}, 0
+        while done < count:
+            now = time.perf_counter() - begun
+            while len(asked) < count and due[len(asked)] <= now:
+                self.number += 1
+                name = f"poisson-{self.number}"
+                ids = [*self.stock[which[len(asked)]], *self.tokens(new)]
+                asked[name] = due[len(asked)]
+                self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+            if not self.engine.has_unfinished_requests():
+                time.sleep(0.0002)
+                continue
+            got, now = self.engine.step(), time.perf_counter() - begun
+            for reply in got:
+                if reply.request_id in asked and reply.outputs[0].token_ids:
+                    first.setdefault(reply.request_id, now - asked[reply.request_id])
+                    done += reply.finished
+        spent, times = time.perf_counter() - begun, list(first.values())
+        return {
+            "seconds": spent,
+            "requests_per_s": count / spent,
+            "tokens_per_s": count * tokens / spent,
+            "ttft": {"p50_ms": 1e3 * part(times, 0.5), "p99_ms": 1e3 * part(times, 0.99)},
+        }
+
+    def link(self):
+        """GB/s of plain copies of 1 GiB."""
+        host, facts = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True), {}
+        device = torch.empty_like(host, device=self.device)
+        for name, target, source in (("h2d", device, host), ("d2h", host, device)):
+            times = []
+            for _ in range(9):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            facts[f"{name}_gb_s"] = round((1 << 30) / median(times) / 1e9, 2)
+        facts["card"], facts["torch"] = torch.cuda.get_device_name(), torch.__version__
+        return facts
+
+    def same(self, prefix, new, tokens, count):
+        """Hits from the connector against hits from GPU memory: tokens, and the KV bytes behind them."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context
+        caches = [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
+        caches = [cache[0] if isinstance(cache, list) else cache for cache in caches]
+        manager, taken = self.scheduler.kv_cache_manager, []
+        allocate = manager.allocate_slots
+
+        def noted(request, *rest, **more):
+            out = allocate(request, *rest, **more)
+            taken.append(list(manager.get_block_ids(request.request_id)[0]))
+            return out
+
+        manager.allocate_slots = noted
+        blocks, facts = (
+            prefix // self.core.vllm_config.cache_config.block_size,
+            {"tokens_equal": 0, "bytes_equal": 0, "bytes": 0, "cached": [], "runs": count},
+        )
+        for _ in range(count):
+            base, tail = self.tokens(prefix), self.tokens(new)
+            self.answer(base)
+            first = torch.tensor(max(taken, key=len)[:blocks], device=self.device)
+            kept = [cache[first].clone() for cache in caches]
+            self.settle(0.5)
+            self.answer([*base, *tail])
+            near = self.answer([*base, *tail], tokens)[1]
+            self.settle(0.5)
+            self.forget()
+            for cache in caches:  # what is not loaded is to be seen
+                cache[torch.randperm(len(cache), device=self.device)[: len(cache) // 2]] += 1
+            taken.clear()
+            far = self.answer([*base, *tail], tokens)[1]
+            second = torch.tensor(max(taken, key=len)[:blocks], device=self.device)
+            equal = all(torch.equal(cache[second], saved) for cache, saved in zip(caches, kept, strict=True))
+            facts["bytes_equal"] += equal
+            facts["bytes"] += sum(saved.numel() * saved.element_size() for saved in kept)
+            facts["tokens_equal"] += near.outputs[0].token_ids == far.outputs[0].token_ids
+            facts["cached"].append([near.num_cached_tokens, far.num_cached_tokens])
+            facts["distinct"] = len(set(far.outputs[0].token_ids))
+            self.settle(0.2)
+            self.forget()
+            taken.clear()
+        manager.allocate_slots = allocate
+        return facts
+
+
+def main():
+    case = json.loads(sys.argv[1])
+    sys.stdin.readline()  # the word to begin: imports are over
+    engine = Engine(case)
+    if case.get("layercast"):
+        from vllm_layercast import Ours
+
+        engine = Ours(engine)
+    print("REPLY " + json.dumps(engine.facts()), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "end":
+            break
+        what = getattr(engine, order.pop("do"))
+        print("REPLY " + json.dumps(what(**order)), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # engines' atexit handlers outlive their usefulness on a machine that is about to go
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What only layercast's own connector can be asked in an engine: its hooks' time, its counts, a damaged byte."""
+
+import time
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from layercast.errors import Missing
+from layercast.landing import Landing
+
+TIMED = 2000
+
+
+class Ours:
+    """An engine with LayercastConnector; other orders go to the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.worker_side, self.scheduler_side = get_kv_transfer_group(), engine.scheduler.connector
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def facts(self):
+        hooks = self.worker_side
+        return {
+            **self.engine.facts(),
+            "mover": type(hooks._worker.mover).__name__,
+            "gate": type(hooks._worker.gates._gate).__name__,
+            "in_forward": not self.scheduler_side._background,
+            "settings": {name: getattr(hooks.config, name) for name in hooks.config.__struct_fields__},
+            "block_bytes": [group.block_bytes for group in hooks._worker.ways.slab.layout.groups],
+        }
+
+    def hooks(self, prefix, new):
+        """Engine thread's time in each hook, in a first sight and in a hit, and in an idle step."""
+        names = ("bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
+        names += ("get_finished", "build_connector_worker_meta", "clear_connector_metadata")
+        ours = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
+        ours += ("update_connector_output", "request_finished_all_groups")
+        spent, undo = {}, []
+
+        def timed(side, name):
+            call = getattr(side, name)
+
+            def run(*rest, **more):
+                start = time.perf_counter()
+                try:
+                    return call(*rest, **more)
+                finally:
+                    spent.setdefault(name, []).append(time.perf_counter() - start)
+
+            setattr(side, name, run)
+            undo.append((side, name))
+
+        for side, each in ((self.worker_side, names), (self.scheduler_side, ours)):
+            for name in each:
+                timed(side, name)
+        facts, base = {}, self.tokens(prefix)
+        for kind, ids in (("cold", base), ("hit", [*base, *self.tokens(new)])):
+            self.settle(0.5)
+            self.forget()
+            spent.clear()
+            seconds = self.answer(ids)[0]
+            facts[kind] = {
+                name: {"calls": len(each), "sum_us": round(1e6 * sum(each), 1), "max_us": round(1e6 * max(each), 1)}
+                for name, each in spent.items()
+            }
+            facts[kind]["answer_ms"] = round(1e3 * seconds, 2)
+        for side, name in undo:
+            delattr(side, name)
+        return {**facts, "idle_us": self._idle(), "outcomes": self.outcomes()}
+
+    def _idle(self):
+        """A step with nothing to do, on both sides."""
+        self.settle(0.5)
+        output = self.scheduler.schedule()
+        active = self.runner.kv_connector
+        start = time.perf_counter()
+        for _ in range(TIMED):
+            output.kv_connector_metadata = self.scheduler_side.build_connector_meta(output)
+            active.no_forward(output)
+        return round(1e6 * (time.perf_counter() - start) / TIMED, 2)
+
+    def outcomes(self):
+        """How the last loads and saves ended."""
+        ended = list(self.scheduler_side.outcomes)[-6:]
+        return [
+            {name: str(getattr(end, name)) for name in end.__struct_fields__ if name != "bad_slots"} for end in ended
+        ]
+
+    def counts(self):
+        """What has been counted since the start or the last call, where the engine keeps no statistics of its own."""
+        return {"scheduler": self.scheduler_side._stats.data, "worker": self.worker_side._stats.data}
+
+    def fault(self, prefix, new, tokens):
+        """A load that fails inside a forward: what comes of it, beside what should."""
+        base, tail = self.tokens(prefix), self.tokens(new)
+        self.answer(base)
+        self.settle(0.5)
+        right = self.answer([*base, *tail], tokens)[1]
+        self.settle(0.5)
+        self.forget()
+        issuer = self.worker_side._worker.issuer
+        mover, number = issuer._mover, [0]
+
+        class Failing:
+            """The mover, but for one copy of the next load that is never made."""
+
+            def submit_all(self, batches, *, after=(), keep=()):
+                number[0] += 1
+                if number[0] > 1:
+                    return mover.submit_all(batches, after=after, keep=keep)
+                flights = list(mover.submit_all(batches[:-1], after=after[:-1], keep=keep))
+                lost = Landing()
+                lost.fail(Missing("a copy that was never made"))
+                return [*flights, lost]
+
+            def __getattr__(self, name):
+                return getattr(mover, name)
+
+        issuer._mover = Failing()
+        seconds, got = self.answer([*base, *tail], tokens)
+        issuer._mover = mover
+        return {
+            "equal": right.outputs[0].token_ids == got.outputs[0].token_ids,
+            "finish": got.outputs[0].finish_reason,
+            "ms": round(1e3 * seconds, 2),
+            "outcomes": self.outcomes(),
+        }
