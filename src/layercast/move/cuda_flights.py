@@ -134,10 +134,12 @@ class CudaFlight(HostFlight):
         """The error code with which the device refused it; 0 = none so far."""
         return int(self.wave.errors[self._index])
 
-    def hold(self, stream: int, driver: Driver) -> None:
-        """Have a stream wait for it, if it has not moved yet. Only once the wave is queued."""
-        if not self.moved:
-            driver.stream_waits_for_value(stream, self.wave.tally.address, self.number)
+    def hold(self, stream: Callable[[], int], driver: Driver) -> None:
+        """Have the stream that `stream` names wait for it, if it has not moved yet. Only once the wave is queued."""
+        wave = self.wave
+        number = wave.number(self._index)
+        if not (wave.tally.reached(number) or self.done):
+            driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
     def settle(self, driver: Driver) -> None:
         """End it, whose wave has ended on the device. For the watcher."""

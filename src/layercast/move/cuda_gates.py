@@ -57,14 +57,18 @@ class CudaGate(CpuGate):
 
         Raises DeadlineExceeded after `timeout_s` seconds.
         """
-        start, epoch = time.monotonic(), self._epoch
-        blocked = super().wait(layer, timeout_s)
-        for flight in self._flights.get(layer, ()):
-            if _parked(flight):
+        epoch, blocked = self._epoch, 0.0
+        flights = self._flights.get(layer, ())
+        if layer in self._missing or any(map(_parked, flights)):
+            start = time.monotonic()
+            super().wait(layer, timeout_s)
+            flights = self._flights.get(layer, ())
+            for flight in flights:
                 self._sleep(flight, layer, epoch, start + timeout_s)
-                blocked = time.monotonic() - start
-            if epoch == self._epoch and not flight.done:
-                flight.hold(self._current_stream(), self._driver)
+            blocked = time.monotonic() - start
+        if epoch == self._epoch:
+            for flight in flights:
+                flight.hold(self._current_stream, self._driver)
         return blocked
 
     def reset(self) -> None:
@@ -74,10 +78,9 @@ class CudaGate(CpuGate):
             super().reset()
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
-        while epoch == self._epoch and (left := deadline - time.monotonic()) > 0:
-            if flight.wave.queued.wait(min(left, _LOOK_AGAIN_S)):
-                return
-        if epoch == self._epoch:
+        while _parked(flight) and epoch == self._epoch and (left := deadline - time.monotonic()) > 0:
+            flight.wave.queued.wait(min(left, _LOOK_AGAIN_S))
+        if _parked(flight) and epoch == self._epoch:
             raise DeadlineExceeded(f"layer {layer}: a copy has not been issued in time")
 
 
