@@ -8,6 +8,7 @@ from layercast.errors import BrokenInvariant, Refused
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.line import Line
+from layercast.move.paced import PacedMover
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
 
@@ -44,3 +45,16 @@ def test_a_mover_whose_thread_has_ended_fails_what_it_had_and_takes_nothing_new(
         line.submit([HostFlight()], lambda _: None)
     held.land()
     line.close(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("make", [CpuMover, lambda: PacedMover(CpuMover(), 1.0)])
+def test_a_mover_whose_thread_has_ended_by_itself_says_so(make):
+    mover = make()
+    assert mover.halted == ""
+    flight = HostFlight()
+    mover._line.submit([flight], lambda _: sys.exit())
+    with pytest.raises(BrokenInvariant):
+        flight.wait(5)
+    assert "restart the engine" in mover.halted
+    mover.close(5)

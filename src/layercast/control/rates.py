@@ -3,6 +3,7 @@
 Does not know requests, keys or tables. The clock is handed in.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -11,6 +12,7 @@ from layercast.config import Config
 from layercast.plan.policy import Company, Decision, Estimate, Hit, Rules, decide
 from layercast.spec.groups import GroupSpec
 
+_log = logging.getLogger("layercast")
 KEPT = 32
 LARGE = 64
 """Tokens from which on a forward's time tells the cost of a token."""
@@ -65,6 +67,8 @@ class Chooser:
         clock: Callable[[], float],
     ) -> None:
         self.rates = Rates(clock)
+        self.halted = ""
+        """Why nothing is loaded or saved any more."""
         self._block_bytes = tuple(block_bytes) or (0,) * len(specs)
         self._rules = Rules(
             threshold=config.kv_recompute_threshold,
@@ -74,6 +78,12 @@ class Chooser:
             exposed_s=config.layerwise_exposed_ms / 1000,
             in_forward=in_forward,
         )
+
+    def stop(self, why: str) -> None:
+        """Nothing is loaded or saved from now on. Says so once."""
+        if not self.halted:
+            self.halted = why
+            _log.error("the pool has stopped, everything is computed: %s", why)
 
     def nbytes(self, needed: Sequence[Sequence[int]]) -> int:
         """Bytes of these blocks of each group."""

@@ -144,6 +144,8 @@ class SchedulerSide:
         is in the forward to come. most_rest: most new tokens that it takes; None: no limit.
         """
         nothing = ((),) * len(self.specs)
+        if self.chooser.halted:
+            return Match(0, nothing, nothing, NO_HIT, MissReason.STOPPED)
         try:
             keys = self._names_of(tokens, extras, request)
         except NotCacheable:
@@ -206,6 +208,8 @@ class SchedulerSide:
 
         None if there is nothing to save, or no room (then nothing was reserved). `tokens` may be longer than `after`.
         """
+        if self.chooser.halted:
+            return None
         try:
             names = self._named(request, tokens[:after], extras)
         except NotCacheable:
@@ -227,6 +231,8 @@ class SchedulerSide:
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
+        if report.halted:
+            self.chooser.stop(report.halted)
         loads = tuple(map(self._judged, report.loads))
         for load in loads:
             if load.end is LoadEnd.LANDED:

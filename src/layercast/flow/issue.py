@@ -90,6 +90,7 @@ class Issuer:
         with self._lock:
             for batch in self._loads.remove(owner):
                 self._loads.push(batch, layer=batch.layers[0], owner=batch.owner)
+        self._pump()
 
     def add_saves(self, batches: Iterable[Batch]) -> None:
         """Queue batches that nobody waits for."""

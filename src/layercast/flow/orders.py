@@ -162,7 +162,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """What ended since the last report. A save may be reported some steps after its order.
 
     failed: requests whose loaded KV must not be used, known at the step's end. A failed load whose copies may still
-    land has no outcome yet: its blocks stay untouched until the outcome comes with a later report.
+    land has no outcome yet: its blocks stay untouched until the outcome comes with a later report. halted: why this
+    rank moves nothing any more.
     """
 
     step: int
@@ -170,3 +171,4 @@ class StepReport(msgspec.Struct, frozen=True):
     loads: tuple[LoadOutcome, ...] = ()
     saves: tuple[SaveOutcome, ...] = ()
     tier: tuple[TierOutcome, ...] = ()
+    halted: str = ""

@@ -136,6 +136,7 @@ class Worker:
             tuple(run.outcome(verify) for run in landed),
             tuple(save.outcome() for save in saved),
             () if self.tier is None else self.tier.ended(),
+            self.mover.halted,
         )
 
     def awaited(self) -> list[tuple[str, LoadEnd]]:

@@ -102,6 +102,11 @@ class Mover(ABC):
     def staging_bytes(self) -> int:
         """Most bytes of staging memory held at one time since the start."""
 
+    @property
+    def halted(self) -> str:
+        """Why nothing is moved any more, of a mover that has ended by itself; empty while it works."""
+        return ""
+
     @abstractmethod
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted and end the threads. Raises DeadlineExceeded."""

@@ -44,6 +44,11 @@ class CpuMover(Mover):
         """0: every copy goes straight from source to target."""
         return 0
 
+    @property
+    def halted(self) -> str:
+        """Whether its thread has ended by itself."""
+        return self._line.halted
+
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted and end the thread. Raises DeadlineExceeded."""
         self._line.close(timeout_s)

@@ -42,6 +42,8 @@ class Line:
         self._parked: set[_Job] = set()
         self._queued: dict[Flight, _Job] = {}
         self._closed = False
+        self.halted = ""
+        """Why nothing is run any more, if the thread has ended by itself."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs, self._died), name=name, daemon=True)
         self._thread.start()
@@ -100,9 +102,10 @@ class Line:
             if self._closed:
                 return
             self._closed = True
+            self.halted = f"{self._thread.name} has ended, so nothing is copied any more; restart the engine"
             lost = [*self._queued.values(), *self._parked]
             self._parked.clear()
-        error = BrokenInvariant(f"{self._thread.name} has ended, so nothing is copied any more; restart the engine")
+        error = BrokenInvariant(self.halted)
         for job in lost:
             job.fail(error)
 

@@ -54,6 +54,11 @@ class PacedMover(Mover):
         """The mover's own staging."""
         return self._mover.staging_bytes
 
+    @property
+    def halted(self) -> str:
+        """Whether a thread has ended by itself."""
+        return self._line.halted or self._mover.halted
+
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted, end both threads. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s

@@ -24,6 +24,7 @@ class MissReason(StrEnum):
     TIMED_OUT = "a layer did not arrive within layer_wait_ms"
     CORRUPT = "a layer's digest differed from the one taken at saving"
     LOST = "its blocks were lost between the promise and the load"
+    STOPPED = "the pool has stopped, as the log says; restart the engine"
     NOT_CACHEABLE = "the prompt holds content that no key can name"
     DECLINED = "the request asked not to load"
     PRODUCER = "this engine saves and does not load (kv_role is kv_producer)"

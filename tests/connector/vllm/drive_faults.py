@@ -1,5 +1,6 @@
 """Faults injected into loads and saves, of each kind in turn. Usage: drive_faults.py FOLDER FAULTS, for each engine."""
 
+import logging
 import random
 import sys
 import threading
@@ -9,6 +10,17 @@ from lab import Engine, model, prompt, tell
 from layercast.move.flights import HostFlight
 
 WAIT_MS, STALL_S = 150, 0.25
+
+
+class Log(logging.Handler):
+    """Keeps lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
 
 
 class Troubles:
@@ -37,8 +49,11 @@ class Troubles:
                     after = (*after, held)
                 return mover.submit(pieces, after=after, keep=keep)
 
-            digest = staticmethod(mover.digest)
-            mark = staticmethod(mover.mark)
+            def submit_all(self, pieces, *, after, keep=()):
+                return [self.submit(one, after=first, keep=keep) for one, first in zip(pieces, after, strict=True)]
+
+            def __getattr__(self, name):
+                return getattr(mover, name)
 
         issuer._mover = Stalling()
         self.undo.append(lambda: setattr(issuer, "_mover", mover))
@@ -88,7 +103,7 @@ def one(engine, kind, number, references):
     }
 
 
-def trouble(folder, name, policy, count):
+def trouble(folder, name, policy, count, log):
     engine = Engine(
         model(folder, name), policy=policy, pool={"layer_wait_ms": WAIT_MS, "lease_s": WAIT_MS / 1000}, max_num_seqs=4
     )
@@ -97,13 +112,25 @@ def trouble(folder, name, policy, count):
     kinds = ["lost_byte", "late_layer", "full_slab", "evicted"]
     faults = [one(engine, kinds[number % 4], number, references) for number in range(int(count))]
     faults.append(one(engine, "dead_thread", 1, references))
-    faults.append(one(engine, "full_slab", 2, references))
-    return {"faults": faults, "blocks": engine.blocks, "threads": engine.close()}
+    asked = {"extra_args": {"kv_transfer_params": {"layercast": {}}}}
+    after = [engine.run(prompt(seed, 200), params=asked) for seed in (2, 2)]
+    stopped = {
+        "equal": [run["replies"][0]["tokens"] == references[2] for run in after],
+        "loads": [run["loads"] for run in after],
+        "saves": [run["saves"] for run in after],
+        "told": [run["replies"][0]["params"]["layercast"]["miss"] for run in after],
+        "log": [line for line in log.lines if "the pool has stopped" in line],
+        **engine.drain(),
+    }
+    log.lines.clear()
+    return {"faults": faults, "stopped": stopped, "blocks": engine.blocks, "threads": engine.close()}
 
 
 def main(folder, count):
+    log = Log()
+    logging.getLogger("layercast").addHandler(log)
     engines = [(name, policy) for name in ("llama", "gemma3") for policy in ("recompute", "fail")]
-    tell({f"{name} {policy}": trouble(folder, name, policy, count) for name, policy in engines})
+    tell({f"{name} {policy}": trouble(folder, name, policy, count, log) for name, policy in engines})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import logging
 import random
 import sys
 
-from drive_faults import Troubles
+from drive_faults import Log, Troubles
 from lab import BLOCK, Engine, model, prompt, tell
 from vllm import SamplingParams
 
@@ -28,17 +28,6 @@ class Known:
 
     def computed(self, tokens, seconds):
         """Nothing new."""
-
-
-class Log(logging.Handler):
-    """Keeps lines."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def beside(engine, number, *prompts, others=True, keep_local=False, apart=0):
