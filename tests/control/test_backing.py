@@ -12,8 +12,7 @@ from layercast.control.backing import SPILL_SHARE, Backing
 from layercast.control.directory import Directory
 from layercast.control.node import open_pool
 from layercast.errors import DeadlineExceeded, FolderLost, Refused
-from layercast.flow.orders import KeyedSlots, StepOrders, TierOrder, TierOutcome
-from layercast.flow.tier import Tier
+from layercast.flow.orders import StepOrders, TierOrder, TierOutcome
 from layercast.spec.identities import identities_of
 from layercast.store.folder import HEADER, UNFINISHED, FolderStore
 from layercast.store.memory import MemoryStore
@@ -429,29 +428,6 @@ def test_a_store_that_does_not_answer_holds_up_nobody_and_no_end():
         backing.close(0.01)
     store.let.set()
     backing.close(5)
-    assert threading.active_count() == threads
-
-
-def test_copies_that_do_not_end_are_told_of_at_the_close(folder):
-    let, threads = threading.Event(), threading.active_count()
-
-    class Slow(FolderStore):
-        def present(self, keys):
-            let.wait(30)
-            return super().present(keys)
-
-    with driver() as drive:
-        slab = drive.pool.worker.ways.slab
-        tier = Tier(slab, Slow(folder, 1 << 20), 10.0, verify=False)
-        for number in range(3):
-            tier.begin(TierOrder(f"spill-{number}", False, (KeyedSlots(0, (bytes(32),), (0,)),)))
-        assert (tier.ended(), tier.idle) == ((), False)
-        with pytest.raises(DeadlineExceeded, match="1 orders"):
-            tier.close(0.01)
-        let.set()
-        tier.close(5)
-        assert [(outcome.done, outcome.reason) for outcome in tier.ended()][1:] == [(False, "cancelled")] * 2
-        assert tier.idle
     assert threading.active_count() == threads
 
 
