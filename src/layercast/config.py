@@ -33,8 +33,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     layerwise_window: int = 1
     """Layers moved and signalled together (1 = pure layerwise)."""
     layerwise_prefetch_layers: int = 2
-    """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU is
-    handed all that a forward waits for at once; there it bounds what goes in the background."""
+    """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU
+    is handed all that a forward waits for at once; there it bounds what goes in the background."""
     layerwise_exposed_ms: float = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
     the background."""
