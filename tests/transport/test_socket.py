@@ -155,6 +155,22 @@ def test_more_strangers_than_are_waited_for_are_dropped_at_once(side, monkeypatc
         sock.close()
 
 
+def test_whoever_has_proved_the_secret_is_no_stranger_however_busy_this_side_is(monkeypatch):
+    """A caller that connects again and again while threads are slow to run was taken for a crowd of strangers."""
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 1)
+    go, came = threading.Event(), []
+    door = listener.Listener("127.0.0.1", 0, SECRET, "x", lambda *peer: (go.wait(SOON_S), came.append(peer)))
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", door.port), SOON_S))
+            greet(sock, SECRET, "f" * 32, calling=True, deadline=time.monotonic() + SOON_S)
+        go.set()
+        door.close(time.monotonic() + SOON_S)
+    for sock, _ in came:
+        sock.close()
+    assert len(came) == 5
+
+
 def test_a_recorded_greeting_proves_nothing_the_second_time(side):
     class Recording:
         def __init__(self, sock):

@@ -32,7 +32,9 @@ class Listener:
         self._incarnation = incarnation
         self._accepted = accepted
         self._lock = threading.Lock()
-        self._strangers: dict[threading.Thread, socket.socket] = {}
+        self._greeting: dict[threading.Thread, socket.socket] = {}
+        self._strangers: set[threading.Thread] = set()
+        """Those of `_greeting` whose peer has proved nothing yet."""
         self._closing = threading.Event()
         try:
             self._sock = socket.create_server(
@@ -48,11 +50,11 @@ class Listener:
         """Give the port back and end the threads. Raises DeadlineExceeded at `deadline` (time.monotonic)."""
         with self._lock:
             self._closing.set()
-            strangers = dict(self._strangers)
+            greeting = dict(self._greeting)
         shut(self._sock)
-        for sock in strangers.values():
+        for sock in greeting.values():
             shut(sock)
-        for thread in (self._thread, *strangers):
+        for thread in (self._thread, *greeting):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise DeadlineExceeded(f"{thread.name} is still busy")
@@ -70,22 +72,31 @@ class Listener:
             with self._lock:
                 welcome = not self._closing.is_set() and len(self._strangers) < MAX_STRANGERS
                 if welcome:
-                    self._strangers[thread] = sock
+                    self._greeting[thread] = sock
+                    self._strangers.add(thread)
                     thread.start()
             if not welcome:
+                _log.warning("a connection was refused: %d others have proved nothing yet", MAX_STRANGERS)
                 sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
+        thread, deadline = threading.current_thread(), time.monotonic() + GREETING_S
+
+        def proved() -> None:
+            # Before the caller knows: one who calls again and again must not meet his own greetings as strangers.
+            with self._lock:
+                self._strangers.discard(thread)
+
         try:
-            deadline = time.monotonic() + GREETING_S
-            incarnation = greet(sock, self._secret, self._incarnation, calling=False, deadline=deadline)
+            incarnation = greet(sock, self._secret, self._incarnation, calling=False, deadline=deadline, proved=proved)
             self._accepted(sock, incarnation)
         except LayercastError as error:
             _log.warning("a connection was refused: %s", error)
             sock.close()
         finally:
             with self._lock:
-                self._strangers.pop(threading.current_thread(), None)
+                self._strangers.discard(thread)
+                del self._greeting[thread]
 
 
 def advertised(bind: str, advertise: str | None) -> str:

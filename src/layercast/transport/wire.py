@@ -9,7 +9,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -136,10 +136,19 @@ def shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def greet(sock: socket.socket, secret: bytes, incarnation: str, *, calling: bool, deadline: float) -> str:
+def greet(
+    sock: socket.socket,
+    secret: bytes,
+    incarnation: str,
+    *,
+    calling: bool,
+    deadline: float,
+    proved: Callable[[], None] = lambda: None,
+) -> str:
     """Prove the secret to each other; the other side's incarnation. The caller proves first.
 
-    deadline: in seconds of time.monotonic. Raises PeerLost, Malformed, DeadlineExceeded.
+    deadline: in seconds of time.monotonic. proved: called once the other side has proved it; a caller learns that its
+    greeting is over only later. Raises PeerLost, Malformed, DeadlineExceeded.
     """
     mine = Hello(VERSION, incarnation, secrets.token_bytes(32))
     try:
@@ -157,6 +166,7 @@ def greet(sock: socket.socket, secret: bytes, incarnation: str, *, calling: bool
         expected = _mac(secret, b"listener" if calling else b"caller", transcript)
         if not isinstance(proof, Proof) or not hmac.compare_digest(proof.mac, expected):
             raise PeerLost("the other side proved another secret; give both sides the same one")
+        proved()
         if not calling:
             _send_by(sock, Proof(_mac(secret, b"listener", transcript)), deadline)
     except TimeoutError as error:
