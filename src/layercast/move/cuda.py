@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -73,10 +74,9 @@ class CudaMover(Mover):
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._driver = driver
-        self._kernel = kernel
         self._issue = issue or best_issue(driver.calls, driver.batch_attributes)
         self._current_stream = current_stream or torch_stream
-        self._staging_limit = staging_bytes
+        self._lane = partial(Lane, driver, kernel=kernel, staging_limit=staging_bytes)
         self._events = Events(driver)
         self._lock = threading.Lock()
         self._arms: dict[Direction, _Arm] = {}
@@ -259,7 +259,7 @@ class CudaMover(Mover):
                 raise Refused("this mover is closed; make a new one")
             if direction not in self._arms:
                 self._driver.bind()
-                lane = Lane(self._driver, direction, self._kernel, self._staging_limit)
+                lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
                 self._arms[direction] = _Arm(lane, Line(name), Watcher(self._driver, f"{name}-landing"))

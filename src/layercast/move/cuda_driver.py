@@ -64,9 +64,8 @@ class Driver:
         self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
         self._context = context
         self._handle = handle
-        self._attributes = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0)
-        self._first = ctypes.c_size_t(0)
-        self.batch_attributes = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
+        self._kept = attributes, first = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
+        self.batch_attributes = (ctypes.addressof(attributes), ctypes.addressof(first))
         """Addresses of the attributes and their index, as `copy_batch` wants them."""
         self.calls = self._calls()
         # Calls by `_quick` keep the interpreter lock: they end in microseconds, and taking it again beside a busy

@@ -109,8 +109,7 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        self._word = driver.host_memory(4)
-        self.tally = Tally(self._word)
+        self.tally = Tally(driver.host_memory(4))
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         self._launches: Iterator[Launch] = iter(())
@@ -129,7 +128,7 @@ class Lane:
             self.driver.drop_event(tables.filled)
         for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
-        self.driver.drop_host_memory(self._word)
+        self.driver.drop_host_memory(self.tally.address)
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 

@@ -8,7 +8,7 @@ blocks in the order in which they were freed, which is often last first.
 Does not know devices, gates or requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,7 +60,7 @@ class Pieces:
 
     def take(self, index: "slice | Ints") -> "Pieces":
         """The chosen pieces."""
-        return Pieces(*(getattr(self, name)[index] for name in COLUMNS))
+        return Pieces.of(getattr(self, name)[index] for name in COLUMNS)
 
     @staticmethod
     def join(parts: Sequence["Pieces"]) -> "Pieces":
@@ -69,7 +69,13 @@ class Pieces:
             return parts[0]
         if not parts:
             return _NOTHING
-        return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS))
+        return Pieces.of(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
+
+    @staticmethod
+    def of(columns: Iterable[Ints]) -> "Pieces":
+        """Pieces of arrays in the order of COLUMNS, not shifted."""
+        source, target, length, count, source_stride, target_stride = columns
+        return Pieces(source, target, length, count, source_stride, target_stride)
 
 
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")

@@ -33,7 +33,7 @@ def pieces_of(*rows: Sequence[int]) -> Pieces:
     """Pieces from rows of (source, target, length[, count, source stride, target stride])."""
     full = [[*row, *(1, 0, 0)[len(row) - 3 :]] for row in rows]
     table = np.array(full, np.int64).reshape(-1, 6)
-    return Pieces(*(np.ascontiguousarray(column) for column in table.T))
+    return Pieces.of(np.ascontiguousarray(column) for column in table.T)
 
 
 class Kept:
