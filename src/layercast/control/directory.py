@@ -8,11 +8,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from math import inf
 
 import msgspec
 
+from layercast.control.changes import Changes
 from layercast.control.shelf import Absence, Block, Shelf
 from layercast.errors import Full, Missing, Refused
 
@@ -89,6 +91,7 @@ class _Saving:
 
     keys: tuple[Keys, ...]
     blocks: list[list[Block]]
+    tokens: Sequence[int] = ()
     done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
 
@@ -122,6 +125,19 @@ class Directory:
         self._numbers = count()
         self._counts: Counter[str] = Counter()
         self._misses: Counter[Absence] = Counter()
+        self.changes: Changes | None = None
+
+    def record(self) -> None:
+        """From now on note what becomes visible and what is dropped, in `changes`."""
+        self.changes = Changes()
+        for group, shelf in enumerate(self._shelves):
+            shelf.dropped = partial(self.changes.dropped, group)
+
+    def disown(self) -> None:
+        """Note all that is stored as dropped: nobody asks for these keys any more."""
+        if self.changes is not None:
+            for group, shelf in enumerate(self._shelves):
+                self.changes.dropped(group, shelf.stored)
 
     # ---- looking up, without side effects ----
 
@@ -224,13 +240,17 @@ class Directory:
     # ---- saves ----
 
     def reserve(
-        self, request: str, keys: Sequence[Keys], held: Sequence[Mapping[int, int]] | None = None
+        self,
+        request: str,
+        keys: Sequence[Keys],
+        held: Sequence[Mapping[int, int]] | None = None,
+        tokens: Sequence[int] = (),
     ) -> Reservation:
         """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
 
         keys: the whole prefix, so that it is kept in one piece: none of it is evicted for the rest, and the first
         keys last to go. held: for each group, index of a key to the engine block that has its bytes; only these are
-        saved (None: all), and slots ascend with the blocks, so that neighbours stay neighbours.
+        saved (None: all), and slots ascend with the blocks, so that neighbours stay neighbours. tokens: as in `Change`.
         Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
         self.expire(self.clock())
@@ -255,7 +275,7 @@ class Directory:
         indices_of_all = tuple(indices for _, _, indices in wanted)
         reservation = Reservation(self._id("save"), request, indices_of_all, _slots(blocks))
         if reservation.blocks:
-            self._savings[reservation.id] = _Saving(tuple(keys), blocks)
+            self._savings[reservation.id] = _Saving(tuple(keys), blocks, tokens)
         return reservation
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
@@ -310,10 +330,12 @@ class Directory:
             self._drop(reservation, saving)
             return False
         del self._savings[reservation]
-        for shelf, keys, blocks in zip(self._shelves, saving.keys, saving.blocks, strict=True):
+        for group, (shelf, keys, blocks) in enumerate(zip(self._shelves, saving.keys, saving.blocks, strict=True)):
             shelf.commit(blocks)
             shelf.touch(keys)
             self._counts["saved"] += len(blocks)
+            if self.changes is not None:
+                self.changes.stored(group, keys, {block.key for block in blocks}, saving.tokens)
         return True
 
     def _drop(self, reservation: str, saving: _Saving) -> None:

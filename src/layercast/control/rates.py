@@ -5,10 +5,11 @@ Does not know requests, keys or tables. The clock is handed in.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from layercast.config import Config
+from layercast.flow.orders import LoadEnd, LoadOutcome
 from layercast.plan.policy import Company, Decision, Estimate, Hit, Rules, decide
 from layercast.spec.groups import GroupSpec
 
@@ -79,11 +80,14 @@ class Chooser:
             in_forward=in_forward,
         )
 
-    def stop(self, why: str) -> None:
-        """Nothing is loaded or saved from now on. Says so once."""
-        if not self.halted:
-            self.halted = why
-            _log.error("the pool has stopped, everything is computed: %s", why)
+    def heard(self, halted: str, loads: Iterable[LoadOutcome]) -> None:
+        """A rank's report. Once a rank has halted, nothing is loaded or saved any more, which the log says once."""
+        if halted and not self.halted:
+            self.halted = halted
+            _log.error("the pool has stopped, everything is computed: %s", halted)
+        for load in loads:
+            if load.end is LoadEnd.LANDED:
+                self.rates.loaded(load.nbytes, load.transfer_s)
 
     def nbytes(self, needed: Sequence[Sequence[int]]) -> int:
         """Bytes of these blocks of each group."""

@@ -218,7 +218,7 @@ class SchedulerSide:
         if not any(held):
             return None
         try:
-            reservation = self.directory.reserve(request, names, held)
+            reservation = self.directory.reserve(request, names, held, () if extras else tokens[:after])
         except Full:
             return None
         if not reservation.blocks:
@@ -231,12 +231,8 @@ class SchedulerSide:
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
-        if report.halted:
-            self.chooser.stop(report.halted)
         loads = tuple(map(self._judged, report.loads))
-        for load in loads:
-            if load.end is LoadEnd.LANDED:
-                self.chooser.rates.loaded(load.nbytes, load.transfer_s)
+        self.chooser.heard(report.halted, loads)
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
         failed = tuple(sorted(overdue.union(report.failed)))
         if failed:
@@ -268,6 +264,7 @@ class SchedulerSide:
         Nothing goes below the slab from now on, as nobody else knows the new identity.
         """
         self.backing.retire()
+        self.directory.disown()
         version = secrets.token_hex(8)
         self._identities = tuple(
             msgspec.structs.replace(

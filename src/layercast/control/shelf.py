@@ -5,7 +5,7 @@ from its key while leases still hold its slot. Does not know requests, deadlines
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,6 +42,8 @@ class Shelf:
         """Stored and not leased, the next to go first."""
         self.detached: set[Block] = set()
         self.evictions = 0
+        self.dropped: Callable[[Sequence[bytes]], None] | None = None
+        """Told of keys that can't be found any more."""
         self._remember = remember
         self._gone: OrderedDict[bytes, Absence] = OrderedDict()
 
@@ -144,6 +146,8 @@ class Shelf:
             self._gone.move_to_end(block.key)
             if len(self._gone) > self._remember:
                 self._gone.popitem(last=False)
+        if self.dropped is not None:
+            self.dropped([block.key for block in blocks])
         self.detached.update(block for block in blocks if block.leases)
         self.table.free(block.slot for block in blocks if not block.leases)
 

@@ -121,7 +121,10 @@ class LoadEnd(StrEnum):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """One load's end. exposed_s: time the forward waited for it. bad_slots: slots whose digest differs, by group."""
+    """One load's end. exposed_s: time the forward waited for it. bad_slots: slots whose digest differs, by group.
+
+    pieces: copies that the bytes took.
+    """
 
     id: str
     request: str
@@ -133,6 +136,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     exposed_s: float
     reason: str = ""
     bad_slots: tuple[tuple[int, int], ...] = ()
+    pieces: int = 0
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -145,6 +149,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
     layers: int
     swept_layers: int
     reason: str = ""
+    pieces: int = 0
 
 
 class TierOutcome(msgspec.Struct, frozen=True):
@@ -163,7 +168,7 @@ class StepReport(msgspec.Struct, frozen=True):
 
     failed: requests whose loaded KV must not be used, known at the step's end. A failed load whose copies may still
     land has no outcome yet: its blocks stay untouched until the outcome comes with a later report. halted: why this
-    rank moves nothing any more.
+    rank moves nothing any more. staging_bytes: as `Mover.staging_bytes`.
     """
 
     step: int
@@ -172,3 +177,4 @@ class StepReport(msgspec.Struct, frozen=True):
     saves: tuple[SaveOutcome, ...] = ()
     tier: tuple[TierOutcome, ...] = ()
     halted: str = ""
+    staging_bytes: int = 0

@@ -81,6 +81,7 @@ class LoadRun:
     """What has not ended; the flights of what is with the mover."""
     _bytes: int = 0
     _moved: int = 0
+    _pieces: int = 0
     _bad: list[tuple[int, int]] = field(default_factory=list)
 
     def plan(self, batches: Sequence[Batch]) -> None:
@@ -148,6 +149,7 @@ class LoadRun:
             self.clocking.last_s = time.perf_counter()
             if flight.error is None:
                 self._moved += batch.pieces.nbytes
+                self._pieces += int(batch.pieces.count.sum())
             self._bad += bad
             self._changed.notify_all()
 
@@ -174,6 +176,7 @@ class LoadRun:
             request=self.order.request,
             end=end,
             nbytes=self._moved,
+            pieces=self._pieces,
             layers=len(self.layers),
             verified=verified and end is LoadEnd.LANDED,
             transfer_s=self.clocking.transfer_s,
@@ -227,6 +230,7 @@ class SaveRun:
     _left: set[Batch] = field(default_factory=set)
     _covered: set[int] = field(default_factory=set)
     _moved: int = 0
+    _pieces: int = 0
 
     def __post_init__(self) -> None:
         self.layers = {layer for _, plan in self.plans for layer in plan.layers}
@@ -261,6 +265,7 @@ class SaveRun:
                 self.error = self.error or flight.error
             else:
                 self._moved += batch.pieces.nbytes
+                self._pieces += int(batch.pieces.count.sum())
                 done = set(batch.layers) - {layer for other in self._left for layer in other.layers}
                 self._covered |= done
 
@@ -283,6 +288,7 @@ class SaveRun:
             request=self.order.request,
             saved=self.error is None,
             nbytes=self._moved,
+            pieces=self._pieces,
             layers=len(self._covered),
             swept_layers=self.swept,
             reason="" if self.error is None else str(self.error),

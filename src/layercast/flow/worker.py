@@ -137,6 +137,7 @@ class Worker:
             tuple(save.outcome() for save in saved),
             () if self.tier is None else self.tier.ended(),
             self.mover.halted,
+            self.mover.staging_bytes,
         )
 
     def awaited(self) -> list[tuple[str, LoadEnd]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from lab import BASE, BLOCK, Engine, model, prompt, tell
 from safetensors.torch import save_file
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
 
 from layercast.observe.receipts import receipts_in
@@ -36,13 +38,50 @@ def ask(**wishes):
     return {"extra_args": {"kv_transfer_params": {"layercast": wishes}}}
 
 
+def told_of(event):
+    return getattr(event, "medium", None) == "CPU"
+
+
+def listen(engine):
+    """A list that takes what the engine publishes of the pool."""
+    published, publisher = [], engine.scheduler.kv_event_publisher
+    publisher.publish = lambda batch: published.extend(event for event in batch.events if told_of(event))
+    return published
+
+
+def told(event):
+    return [
+        type(event).__name__,
+        [key.hex() for key in event.block_hashes],
+        *([event.parent_block_hash, event.token_ids, event.block_size] if isinstance(event, BlockStored) else []),
+        event.group_idx,
+    ]
+
+
+def replayed(published):
+    """The blocks that a listener takes for stored."""
+    found = set()
+    for event in published:
+        (found.update if isinstance(event, BlockStored) else found.difference_update)(event.block_hashes)
+    return sorted(key.hex() for key in found)
+
+
+def stored(engine):
+    return sorted(key.hex() for key in engine.side.directory._shelves[0].stored)
+
+
 def main(folder):
     path, long, facts = model(folder, "llama"), prompt(1, 200), {}
     logger = logging.getLogger("layercast")
     logger.setLevel(logging.INFO)
     logger.handlers, logger.propagate = [logging.StreamHandler(receipts := io.StringIO())], False
-    engine = Engine(path, enable_prefix_caching=True, disable_log_stats=False)
+    listened = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = Engine(path, enable_prefix_caching=True, disable_log_stats=False, kv_events_config=listened)
+    published = listen(engine)
     facts["plain"] = engine.run(long)
+    engine.drain()
+    facts["events"] = [told(event) for event in published]
+    facts["long"], facts["keys"] = long, [key.hex() for key in engine.side.match(long).keys[0]]
     facts["salted"] = engine.run(long, cache_salt="a")
     facts["salted_again"] = engine.run(long, cache_salt="a")
     facts["other_salt"] = engine.run(long, cache_salt="b")
@@ -55,10 +94,15 @@ def main(folder):
     facts["prompt_logprobs"] = engine.run(long, params={"prompt_logprobs": 1})
     facts["local_longer"] = [engine.run(prompt(3, 200)), engine.run(prompt(3, 200), keep_local=True)]
     facts["local_shorter"] = [engine.run(prompt(1, 70)), engine.run(long, keep_local=True)]
+    engine.side.directory.forget(0, engine.side.match(long).keys[0][5:])
+    facts["forgotten"] = engine.run(long)
+    engine.drain()
+    facts["before_reset"] = [replayed(published), stored(engine)]
     facts["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
     facts["after_reset"] = engine.run(long)
     facts["after_reset_again"] = engine.run(long)
     facts["drained"] = engine.drain()
+    facts["after_all"] = [replayed(published), [key.hex() for key in engine.side.match(long).keys[0]]]
     facts["metrics"] = [
         [metric.name, metric.labels, metric.value]
         for metric in engine.llm.get_metrics()

@@ -103,8 +103,24 @@ def test_what_was_moved_and_missed_is_counted_in_vllm_s_metrics(facts):
     assert metric(facts, "bytes", direction="load") == sum(nbytes for _, _, nbytes, *_ in loads)
     assert metric(facts, "transfers", outcome="load landed") == len(loads)
     assert metric(facts, "hit_tokens", tier="host") * BLOCK_BYTES == BLOCK * metric(facts, "bytes", direction="load")
+    assert metric(facts, "hits", mode="layerwise") == len(loads)
+    assert metric(facts, "pieces", direction="load") >= metric(facts, "layers", direction="load")
+    assert metric(facts, "staging_bytes", rank="0") == 0
     assert metric(facts, "misses", reason="never_stored") >= 3
     assert metric(facts, "misses", reason="declined") >= 2
+
+
+def test_what_becomes_visible_in_the_pool_and_what_is_dropped_are_vllm_s_kv_events(facts):
+    (stored,) = facts["events"]
+    assert stored == ["BlockStored", facts["keys"], None, facts["long"][: 6 * BLOCK], BLOCK, 0]
+    heard, there = facts["before_reset"]
+    assert heard == there
+    assert len(there) > 6
+
+
+def test_after_a_reset_nobody_is_told_of_what_is_found_no_more(facts):
+    heard, keys = facts["after_all"]
+    assert sorted(keys) == heard
 
 
 def test_every_request_leaves_a_receipt_in_the_log(facts):

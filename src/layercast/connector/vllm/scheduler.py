@@ -6,10 +6,11 @@ Does not know tensors, addresses or how bytes move.
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -18,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
-from layercast.connector.vllm import recovery
+from layercast.connector.vllm import events, recovery
 from layercast.connector.vllm.due import Due, snapshots_of, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
@@ -50,6 +51,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     config: Config
     _holds: Holds
+    _layout: str
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -84,6 +86,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is None and len(self._facts) == self._vllm_config.parallel_config.tensor_parallel_size:
             ranks = [self._facts[rank] for rank in sorted(self._facts)]
             self.side = scheduler_side(ranks, self.config, shared_blocks=True, in_forward=not self._background)
+            if events.wanted(self._vllm_config):
+                self.side.directory.record()
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
@@ -270,8 +274,9 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
-        self._stats.looked_up(known.promised, known.tier, known.miss)
-        _log.info("receipt %s", msgspec.json.encode(known.receipt).decode())
+        self._stats.looked_up(known.promised, known.tier, known.decision.mode, known.miss)
+        receipt = msgspec.structs.replace(known.receipt, layout=self._layout)
+        _log.info("receipt %s", msgspec.json.encode(receipt).decode())
         return False, known.reply
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -308,6 +313,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self.outcomes += outcomes
             for outcome in outcomes:
                 self._stats.ended(outcome)
+            self._stats.staged(rank, report.staging_bytes)
             for below in report.tier:
                 self._stats.tier_ended(below)
 
@@ -325,6 +331,12 @@ class SchedulerHooks(KVConnectorBase_V1):
             return None
         stats, self._stats = self._stats, Stats()
         return stats
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What has become visible in the pool and what was dropped since the last call, if somebody listens."""
+        if self.side is None or self.side.directory.changes is None:
+            return ()
+        return events.events_of(self.side.directory.changes.take(), self.side.specs)
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping: copies are to be ordered or reported, and not overdue."""

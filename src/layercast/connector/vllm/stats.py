@@ -21,14 +21,19 @@ COUNTERS = {
     "transfers": ("outcome", "Loads and saves that have ended, on each rank"),
     "bytes": ("direction", "Payload bytes moved"),
     "layers": ("direction", "Layers moved"),
+    "pieces": ("direction", "Runs of adjacent bytes that were copied as one"),
     "transfer_seconds": ("direction", "Time from a load's first byte to its last"),
     "exposed_seconds": ("direction", "Time that forwards waited for loads"),
     "swept_layers": ("direction", "Layers saved after the forward, as no hook announced them"),
     FULL_GRAPH_STEPS: ("direction", "Forwards without layers' hooks that waited for all their loads first"),
     "hit_tokens": ("tier", "Tokens promised to requests"),
+    "hits": ("mode", "Requests for which something was loaded, by the way it was"),
     "misses": ("reason", "Requests for which nothing was loaded"),
 }
 """Counter (its name without "layercast_") to its label and what it counts."""
+STAGING = "staging_bytes"
+PEAKS = {STAGING: ("rank", "Most memory that copies on their way have taken at one time")}
+"""As `COUNTERS`, of what is not added up."""
 
 
 class Stats(KVConnectorStats):
@@ -44,6 +49,7 @@ class Stats(KVConnectorStats):
         direction = "load" if isinstance(outcome, LoadOutcome) else "save"
         self.add("bytes", direction, outcome.nbytes)
         self.add("layers", direction, outcome.layers)
+        self.add("pieces", direction, outcome.pieces)
         if isinstance(outcome, LoadOutcome):
             self.add("transfers", f"load {outcome.end}")
             self.add("transfer_seconds", direction, outcome.transfer_s)
@@ -59,10 +65,15 @@ class Stats(KVConnectorStats):
         self.add("bytes", direction, outcome.nbytes)
         self.add("transfer_seconds", direction, outcome.seconds)
 
-    def looked_up(self, tokens: int, tier: str, miss: MissReason | None) -> None:
+    def staged(self, rank: int, nbytes: int) -> None:
+        """Note the most staging memory that a rank has taken so far."""
+        self.data.setdefault(STAGING, {})[str(rank)] = nbytes
+
+    def looked_up(self, tokens: int, tier: str, mode: str, miss: MissReason | None) -> None:
         """Count what a request was promised, or why nothing."""
         if tokens:
             self.add("hit_tokens", tier, tokens)
+            self.add("hits", mode)
         elif miss is not None:
             self.add("misses", miss.name.lower())
 
@@ -74,7 +85,10 @@ class Stats(KVConnectorStats):
         """Both together."""
         for name, labels in other.data.items():
             for label, number in labels.items():
-                self.add(name, label, number)
+                if name in PEAKS:
+                    self.data.setdefault(name, {})[label] = number
+                else:
+                    self.add(name, label, number)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -101,10 +115,17 @@ class Metrics(KVConnectorPromMetrics):
             name: self._counter_cls(f"vllm:layercast_{name}", help_, [*labelnames, label])
             for name, (label, help_) in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(f"vllm:layercast_{name}", help_, labelnames=[*labelnames, label])
+            for name, (label, help_) in PEAKS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine has counted."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, labels in transfer_stats_data.items():
             for label, number in labels.items():
-                self._counters[name].labels(*engine, label).inc(number)
+                if name in PEAKS:
+                    self._gauges[name].labels(*engine, label).set(number)
+                else:
+                    self._counters[name].labels(*engine, label).inc(number)
