@@ -13,8 +13,8 @@ from pathlib import Path
 
 CASES = {
     "layers": ["layers"],
-    "blocks of 64": ["layers", "--block", "64"],
-    "blocks of 128": ["layers", "--block", "128"],
+    "layers of blocks of 64": ["layers", "--block", "64"],
+    "layers of blocks of 128": ["layers", "--block", "128"],
     "overlap": [
         "overlap",
         "--shape",
@@ -26,6 +26,8 @@ CASES = {
         "--shape",
         "2048+256",
     ],
+    "overlap of blocks of 64": ["overlap", "--no-busy", "--block", "64", "--shape", "8192+512"],
+    "overlap of blocks of 128": ["overlap", "--no-busy", "--block", "128", "--shape", "8192+512"],
     "graph": ["graph", "--shape", "8192+2048", "--shape", "8192+512"],
     "long": ["overlap", "--no-busy", "--shape", "131072+1024"],
     "peer": ["peer"],

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +53,9 @@ def run(options: Options, say: Callable[[str], None], keep: Callable[[Report], o
     """Measure; `say` hears of every table, `keep` gets the report so far. Raises Refused where there is no GPU."""
     devices = machine(2 if options.what is What.PEER else 1)
     began, tables = time.perf_counter(), []
-    report = Report(command=_command(), card=_cards(devices), versions=versions(devices[0]), tables=(), took_s=0.0)
+    report = Report(
+        command=_command(options), card=_cards(devices), versions=versions(devices[0]), tables=(), took_s=0.0
+    )
     for table in _tables(options, devices):
         tables.append(table)
         took_s = time.perf_counter() - began
@@ -128,5 +129,10 @@ def _cards(devices: "list[Device]") -> str:
     return f"{len(devices)} x {name}" if len(devices) > 1 else str(name)
 
 
-def _command() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+def _command(options: Options) -> str:
+    """The command line that measures this again; where its output went is left out."""
+    shapes = [f"--shape {cached}+{new}" for cached, new in options.lengths]
+    of = {What.OVERLAP: [*shapes, "" if options.busy else "--no-busy"], What.GRAPH: shapes}
+    rest = of.get(options.what, [f"--tokens {options.tokens}"])
+    words = ["layercast bench", options.what, *rest, f"--block {options.block} --repeats {options.repeats}"]
+    return " ".join(filter(None, words))
