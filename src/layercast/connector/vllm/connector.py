@@ -20,7 +20,7 @@ from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
 from layercast.connector.vllm.tracked import DISK
-from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS
+from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force
 from layercast.connector.vllm.worker import WorkerHooks
 
 _log = logging.getLogger("layercast")
@@ -48,6 +48,9 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 "set it to 'recompute'",
                 transfer.kv_load_failure_policy,
             )
+        self._layout = layout_in_force(vllm_config, kv_cache_config, self.config.block_major)
+        if self.config.block_major and not self._layout.startswith("B") and role is KVConnectorRole.SCHEDULER:
+            _log.info("KV lies as %s: all layers of a block together were asked for, and not granted", self._layout)
         if transfer.kv_role != "kv_both" and not self.config.disk_path and role is KVConnectorRole.SCHEDULER:
             _log.warning(
                 "kv_role is %r, but nothing is shared with other engines: set disk_path to a folder that they all see",
