@@ -158,20 +158,11 @@ def sgl_kernels(ground: Ground) -> dict[str, Rival]:
         call = kvcacheio.transfer_kv_all_layer
         return on_copying(ground, lambda: call(k_from, k_to, v_from, v_to, from_, to, item, shape.layers))
 
-    def verify(down: Start, up: Start) -> bool:
-        torch.cuda.synchronize()
-        down()()
-        kept = device[3].clone()
-        device[3].zero_()
-        torch.cuda.synchronize()
-        up()()
-        return bool(torch.equal(device[3][at], kept[at]))
+    def rival(make: Callable[..., Start]) -> Rival:
+        made = Rival(make(up=True), make(up=False), lambda: _comes_back(device[3], at, made))
+        return made
 
-    made = {}
-    for name, make in {"sgl-kernel transfer_kv_per_layer": each, "sgl-kernel transfer_kv_all_layer": every}.items():
-        up, down = make(up=True), make(up=False)
-        made[name] = Rival(up, down, lambda down=down, up=up: verify(down, up))  # type: ignore[misc]
-    return made
+    return {"sgl-kernel transfer_kv_per_layer": rival(each), "sgl-kernel transfer_kv_all_layer": rival(every)}
 
 
 def lmcache_layers(ground: Ground) -> dict[str, Rival]:
@@ -221,30 +212,29 @@ def lmcache_layers(ground: Ground) -> dict[str, Rival]:
         for _ in steps:
             pass
 
-    def verify() -> bool:
-        torch.cuda.synchronize()
-        on_copying(ground, down)()()
-        torch.cuda.synchronize()
-        ids = torch.from_numpy(ground.ids).cuda()
-        kept = pools[3].clone()
-        pools[3].zero_()
-        torch.cuda.synchronize()
-        on_copying(ground, up)()()
-        torch.cuda.synchronize()
-        return bool(torch.equal(pools[3][ids], kept[ids]))
-
-    synced = torch.cuda.synchronize  # it has streams of its own
-
     def start(run: Callable[[], None]) -> Start:
         begin = on_copying(ground, run)
 
         def started() -> Callable[[], None]:
             begin()
-            return synced  # type: ignore[no-any-return]
+            return torch.cuda.synchronize  # type: ignore[no-any-return]  # it has streams of its own
 
         return started
 
-    return {"LMCache layerwise": Rival(start(up), start(down), verify)}
+    ids = torch.from_numpy(ground.ids).cuda()
+    rival = Rival(start(up), start(down), lambda: _comes_back(pools[3], ids, rival))
+    return {"LMCache layerwise": rival}
+
+
+def _comes_back(pool: torch.Tensor, rows: torch.Tensor, rival: Rival) -> bool:
+    """Whether these rows of a pool are what they were once they have gone to the host and come back."""
+    kept = pool.clone()
+    torch.cuda.synchronize()
+    rival.down()()
+    pool.zero_()
+    torch.cuda.synchronize()
+    rival.up()()
+    return bool(torch.equal(pool[rows], kept[rows]))
 
 
 def _token_slots(blocks: Ints, block: int) -> torch.Tensor:
