@@ -28,10 +28,10 @@ def models():
 
 @pytest.fixture(scope="session")
 def stock(models):
-    """`stock(family, prompt)`: 32 greedy tokens and logits of plain transformers, the prompt in one forward."""
+    """`stock(family, prompt)`: 20 greedy tokens and logits of plain transformers, the prompt in one forward."""
 
     @cache
-    def greedy(family, prompt, tokens=32):
+    def greedy(family, prompt, tokens=20):
         model = models(family)
         cached, new, ids, rows = DynamicCache(config=model.config), torch.tensor([prompt]), [], []
         at = 0

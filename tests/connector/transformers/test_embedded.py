@@ -12,7 +12,7 @@ from layercast.testing.models import tiny_model
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
 BULK, LAYERWISE = {"use_layerwise": False}, {"use_layerwise": True}
-LONG = Params(max_tokens=32, logits=True)
+LONG = Params(max_tokens=20, logits=True)
 
 
 def hit(engine, tokens):
@@ -54,13 +54,13 @@ def test_around_a_block_boundary_a_hit_is_whole_blocks_below_the_last_token(mode
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
 def test_the_second_turn_of_a_chat_finds_the_prompt_and_the_answer(models, stock, family):
-    prompt = prompt_of(117)
+    prompt = prompt_of(125)
     with pooled_engine(models(family)) as engine:
-        (first,) = engine.generate([prompt], Params(max_tokens=32))
+        (first,) = engine.generate([prompt], Params(max_tokens=20))
         engine.drain(10)
         turn = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
-        (second,) = engine.generate([turn], Params(max_tokens=32))
-        assert second.loaded_tokens == hit(engine, 149) > len(prompt)
+        (second,) = engine.generate([turn], Params(max_tokens=20))
+        assert second.loaded_tokens == hit(engine, 145) > len(prompt)
     assert second.tokens == stock(family, tuple(turn))[0]
 
 
@@ -85,7 +85,7 @@ def test_requests_that_share_part_of_their_prefix_load_that_part(models, stock):
     with pooled_engine(models("llama")) as engine:
         engine.generate([[*shared, 9]], Params(max_tokens=1))
         engine.drain(10)
-        results = engine.generate(prompts, Params(max_tokens=32))
+        results = engine.generate(prompts, Params(max_tokens=20))
     assert [result.loaded_tokens for result in results] == [64, 64, 32]
     assert [result.tokens for result in results] == [stock("llama", tuple(prompt))[0] for prompt in prompts]
 
@@ -163,7 +163,7 @@ def test_a_flipped_bit_in_any_layer_is_caught_and_everything_recomputed(models, 
         engine.drain(10)
         promised = hit(engine, 150)
         flip(engine, prompt, layer, kind)
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
         engine.drain(10)
         assert (result.computed_tokens, result.loaded_tokens, result.recomputed_tokens) == (150, 0, promised)
     assert result.tokens == stock(family, tuple(prompt))[0]
@@ -190,12 +190,12 @@ def test_an_abort_in_flight_leaves_nothing_behind_and_the_pool_right(models, sto
     with pooled_engine(models(family)) as engine:
         engine.generate([prompt[:120]], Params(max_tokens=1))
         engine.drain(10)
-        request = engine.submit(prompt, Params(max_tokens=32))
+        request = engine.submit(prompt, Params(max_tokens=20))
         for _ in range(steps):
             engine.step()
         engine.abort(request)
         engine.check()
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
@@ -203,7 +203,7 @@ def test_an_abort_in_flight_leaves_nothing_behind_and_the_pool_right(models, sto
 def test_a_preempted_request_finds_its_own_saved_blocks(models, stock, family):
     prompts = [prompt_of(70, seed) for seed in range(3)]
     with pooled_engine(models(family), blocks=14) as engine:
-        results = engine.generate(prompts, Params(max_tokens=32))
+        results = engine.generate(prompts, Params(max_tokens=20))
     assert sum(result.preemptions for result in results) > 0
     assert [result.tokens for result in results] == [stock(family, tuple(prompt))[0] for prompt in prompts]
     assert all(result.computed_tokens + result.loaded_tokens == 70 for result in results)
@@ -244,7 +244,7 @@ def test_a_slab_too_small_for_a_prompt_saves_what_it_can_and_never_harms_the_ans
     prompt = prompt_of(150)
     with pooled_engine(models("llama"), {"host_bytes": 100_000}) as engine:
         for _ in range(2):
-            (result,) = engine.generate([prompt], Params(max_tokens=32))
+            (result,) = engine.generate([prompt], Params(max_tokens=20))
             assert result.tokens == stock("llama", tuple(prompt))[0]
 
 
@@ -264,7 +264,7 @@ def test_a_load_that_is_late_is_recomputed_and_its_blocks_stay_held_until_it_has
     with pooled_engine(models(family), {"layer_wait_ms": 1}, link_gbps=0.002) as engine:
         engine.generate([prompt], Params(max_tokens=1))
         engine.drain(10)
-        request = engine.submit(prompt, Params(max_tokens=32))
+        request = engine.submit(prompt, Params(max_tokens=20))
         engine.step()
         assert engine.space.held > 0
         engine.check()

@@ -68,13 +68,13 @@ def test_nan_in_one_requests_kv_stays_in_that_request(models, stock, family):
             for layer in owner.layers:
                 for slot in range(owner.blocks):
                     slab.write(group, slot, layer, b"\xff" * owner.layer_bytes(layer))
-        params = [Params(max_tokens=32, logits=True), *[Params(max_tokens=32)] * 2]
+        params = [Params(max_tokens=20, logits=True), *[Params(max_tokens=20)] * 2]
         results = engine.generate([sick, *healthy], params)
         assert results[0].loaded_tokens == 64
         assert results[0].logits.isnan().all()
         assert [result.tokens for result in results[1:]] == [stock(family, tuple(p))[0] for p in healthy]
         engine.drain(10)
-        again = engine.generate(healthy, Params(max_tokens=32))
+        again = engine.generate(healthy, Params(max_tokens=20))
         assert [result.tokens for result in again] == [stock(family, tuple(p))[0] for p in healthy]
 
 
@@ -120,7 +120,7 @@ def test_a_forward_makes_the_same_calls_whether_it_hits_misses_loses_its_bytes_o
             raise PeerLost("the link broke")
 
         def answer():
-            (result,) = engine.generate([prompt], Params(max_tokens=32))
+            (result,) = engine.generate([prompt], Params(max_tokens=20))
             engine.drain(10)
             assert result.tokens == stock(family, tuple(prompt))[0]
             return result
@@ -140,7 +140,7 @@ def test_a_forward_makes_the_same_calls_whether_it_hits_misses_loses_its_bytes_o
             patch.setattr(engine.pool, "match", gone)
             assert answer().loaded_tokens == 0
         layers = list(engine.memory.layout.layers)
-    assert len(forwards) > 6 * 32
+    assert len(forwards) > 6 * 20
     for calls in forwards:
         assert [layer for call, layer in calls if call == "wait"] == layers
         assert sorted(layer for call, layer in calls if call == "written") == layers
@@ -162,13 +162,13 @@ def test_an_abort_while_copies_crawl_leaves_their_blocks_alone_until_they_have_e
     prompt = prompt_of(150)
     with pooled_engine(models(family), {"layer_wait_ms": 5}, link_gbps=0.004) as engine:
         warmed(engine, prompt[:120])
-        request = engine.submit(prompt, Params(max_tokens=32))
+        request = engine.submit(prompt, Params(max_tokens=20))
         for _ in range(steps):
             engine.step()
         assert engine.space.held > 0, "copies are in flight"
         engine.abort(request)
         engine.check()
-        (result,) = engine.generate([prompt], Params(max_tokens=32, load=False))
+        (result,) = engine.generate([prompt], Params(max_tokens=20, load=False))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
@@ -177,10 +177,10 @@ def test_preemption_while_saves_crawl_saves_each_request_under_its_own_name(mode
     """Freed blocks are poisoned and handed to others: a save that read one late would be wrong when it is loaded."""
     prompts = [prompt_of(70, seed) for seed in range(3)]
     with pooled_engine(models(family), link_gbps=0.05, blocks=16) as engine:
-        results = engine.generate(prompts, Params(max_tokens=32))
+        results = engine.generate(prompts, Params(max_tokens=20))
         assert sum(result.preemptions for result in results) > 0
         engine.drain(20)
-        warm = [engine.generate([prompt], Params(max_tokens=32))[0] for prompt in prompts]
+        warm = [engine.generate([prompt], Params(max_tokens=20))[0] for prompt in prompts]
     assert [result.tokens for result in results] == [stock(family, tuple(prompt))[0] for prompt in prompts]
     assert [result.tokens for result in warm] == [stock(family, tuple(prompt))[0] for prompt in prompts]
     assert sum(result.loaded_tokens for result in warm) > 0
@@ -192,9 +192,9 @@ def test_prompts_of_one_batch_that_share_a_prefix_are_saved_and_found_by_all(mod
     shared = prompt_of(64)
     prompts = [shared + prompt_of(80, 5), shared + prompt_of(70, 6), shared[:32] + prompt_of(100, 7), shared]
     with pooled_engine(models(family)) as engine:
-        cold = engine.generate(prompts, Params(max_tokens=32))
+        cold = engine.generate(prompts, Params(max_tokens=20))
         engine.drain(10)
-        warm = engine.generate(prompts, Params(max_tokens=32))
+        warm = engine.generate(prompts, Params(max_tokens=20))
     assert [result.tokens for result in cold] == [stock(family, tuple(prompt))[0] for prompt in prompts]
     assert [result.tokens for result in warm] == [result.tokens for result in cold]
     assert all(result.loaded_tokens >= 64 for result in warm[:3])
@@ -207,7 +207,7 @@ def test_a_slow_pool_is_saved_to_less_and_no_answer_waits_for_it(models, stock, 
     prompts = [prompt_of(100, seed) for seed in range(6)]
     with pooled_engine(models(family), link_gbps=0.002, blocks=64) as engine:
         for _ in range(3):
-            requests = {engine.submit(prompt, Params(max_tokens=32, load=False)): prompt for prompt in prompts}
+            requests = {engine.submit(prompt, Params(max_tokens=20, load=False)): prompt for prompt in prompts}
             answers, longest = {}, 0.0
             while len(answers) < len(prompts):
                 began = time.monotonic()
@@ -216,7 +216,7 @@ def test_a_slow_pool_is_saved_to_less_and_no_answer_waits_for_it(models, stock, 
             assert all(answers[id].tokens == stock(family, tuple(prompt))[0] for id, prompt in requests.items())
             assert longest < 0.5, "a step waited for copies"
         engine.drain(30)
-        (again,) = engine.generate(prompts[:1], Params(max_tokens=32))
+        (again,) = engine.generate(prompts[:1], Params(max_tokens=20))
     assert again.tokens == stock(family, tuple(prompts[0]))[0]
 
 

@@ -1,10 +1,12 @@
 import pytest
 import torch
-from small_engines import bare_engine, prompt_of
+from small_engines import bare_engine, pooled_engine, prompt_of
 
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params
-from layercast.errors import BadSetting, Refused, UnsupportedModel
+from layercast.errors import BadSetting, DeadlineExceeded, Refused, UnsupportedModel
+from layercast.move.cpu import CpuMover
+from layercast.move.flights import HostFlight
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1", "bamba"]
 LENGTHS = (100, 37, 1, 15, 16, 17)
@@ -14,7 +16,7 @@ LENGTHS = (100, 37, 1, 15, 16, 17)
 def test_a_ragged_batch_answers_as_plain_transformers_does_one_by_one(models, stock, family):
     prompts = [prompt_of(length) for length in LENGTHS]
     with bare_engine(models(family)) as engine:
-        results = engine.generate(prompts, Params(max_tokens=32, logits=True))
+        results = engine.generate(prompts, Params(max_tokens=20, logits=True))
     for prompt, result in zip(prompts, results, strict=True):
         tokens, logits = stock(family, tuple(prompt))
         assert result.tokens == tokens
@@ -29,7 +31,7 @@ def test_a_ragged_batch_answers_as_plain_transformers_does_one_by_one(models, st
 def test_chunks_of_any_size_give_the_same_answer(models, stock, family, chunk_blocks):
     prompt = prompt_of(100)
     with bare_engine(models(family), chunk_blocks=chunk_blocks) as engine:
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
@@ -39,7 +41,7 @@ def test_blocks_of_any_size_give_the_same_answer(models, stock, family, block_si
     prompt = prompt_of(37)
     sizes = {"block_size": block_size, "state_block": 4 * block_size, "blocks": 80}
     with bare_engine(models(family), **sizes) as engine:
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
@@ -47,7 +49,7 @@ def test_blocks_of_any_size_give_the_same_answer(models, stock, family, block_si
 def test_memory_that_is_block_major_gives_the_same_answer(models, stock, family):
     prompt = prompt_of(37)
     with bare_engine(models(family), block_major=True) as engine:
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
@@ -74,7 +76,7 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(models):
 def test_a_tiny_nucleus_is_greedy(models, stock):
     prompt = prompt_of(37)
     with bare_engine(models("llama")) as engine:
-        (result,) = engine.generate([prompt], Params(max_tokens=32, temperature=2.0, top_p=1e-6))
+        (result,) = engine.generate([prompt], Params(max_tokens=20, temperature=2.0, top_p=1e-6))
     assert result.tokens == stock("llama", tuple(prompt))[0]
 
 
@@ -82,7 +84,7 @@ def test_an_answer_ends_with_its_first_stop_token(models, stock):
     prompt = prompt_of(37)
     tokens = stock("llama", tuple(prompt))[0]
     with bare_engine(models("llama")) as engine:
-        (result,) = engine.generate([prompt], Params(max_tokens=32, stop=(tokens[5],)))
+        (result,) = engine.generate([prompt], Params(max_tokens=20, stop=(tokens[5],)))
     assert result.tokens == tokens[: tokens.index(tokens[5]) + 1]
     assert result.finish is Finish.STOP
 
@@ -91,7 +93,7 @@ def test_an_answer_ends_with_its_first_stop_token(models, stock):
 def test_requests_that_outgrow_the_blocks_are_preempted_and_still_answer_right(models, stock, family):
     prompts = [prompt_of(length) for length in (37, 38, 39, 40)]
     with bare_engine(models(family), blocks=10) as engine:
-        results = engine.generate(prompts, Params(max_tokens=32))
+        results = engine.generate(prompts, Params(max_tokens=20))
     assert sum(result.preemptions for result in results) > 0
     assert results[0].preemptions == 0
     for prompt, result in zip(prompts, results, strict=True):
@@ -105,7 +107,7 @@ def test_requests_that_outgrow_the_blocks_are_preempted_and_still_answer_right(m
 def test_an_aborted_request_gives_back_every_block_and_the_others_go_on(models, stock, family, steps):
     prompts = [prompt_of(length) for length in (70, 37)]
     with bare_engine(models(family)) as engine:
-        first, second = (engine.submit(prompt, Params(max_tokens=32)) for prompt in prompts)
+        first, second = (engine.submit(prompt, Params(max_tokens=20)) for prompt in prompts)
         outputs = [output for _ in range(steps) for output in engine.step()]
         result = engine.abort(first)
         engine.check()
@@ -126,7 +128,7 @@ def test_a_forward_that_raises_ends_its_requests_and_gives_back_their_blocks(mod
             engine.step()
         monkeypatch.undo()
         assert engine.idle
-        (result,) = engine.generate([prompt], Params(max_tokens=32))
+        (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock("llama", tuple(prompt))[0]
 
 
@@ -137,7 +139,7 @@ def _broken(*_):
 def test_more_requests_than_the_batch_holds_are_all_answered(models, stock):
     prompts = [prompt_of(20, seed) for seed in range(5)]
     with bare_engine(models("llama"), max_batch=2) as engine:
-        results = engine.generate(prompts, Params(max_tokens=32))
+        results = engine.generate(prompts, Params(max_tokens=20))
     assert [result.tokens for result in results] == [stock("llama", tuple(prompt))[0] for prompt in prompts]
 
 
@@ -174,6 +176,28 @@ def test_settings_that_mean_nothing_are_refused(bad):
 def test_prompts_of_which_one_is_refused_leave_nothing_queued(models):
     with bare_engine(models("llama")) as engine, pytest.raises(Refused):
         engine.generate([prompt_of(5), []])
+
+
+class BrakedMover(CpuMover):
+    """Moves nothing before its brake is let go."""
+
+    brake = HostFlight()
+
+    def submit(self, pieces, *, after=(), keep=()):
+        return super().submit(pieces, after=(*after, self.brake), keep=keep)
+
+
+def test_answers_that_copies_without_end_leave_no_blocks_for_are_given_up_at_the_deadline(models, monkeypatch):
+    monkeypatch.setattr("layercast.control.memory.CpuMover", BrakedMover)
+    monkeypatch.setattr("layercast.connector.transformers.engine.REPORT_WAIT_S", 0.05)
+    with pooled_engine(models("llama"), blocks=4, stall_s=0.2) as engine:
+        engine.generate([prompt_of(60)], Params(max_tokens=1))
+        with pytest.raises(DeadlineExceeded, match=r"no forward could run for 0\.2 s.*raise blocks"):
+            engine.generate([prompt_of(60, seed=2)], Params(max_tokens=1))
+        assert not engine._live
+        BrakedMover.brake.land()
+        (result,) = engine.generate([prompt_of(60, seed=2)], Params(max_tokens=1))
+    assert len(result.tokens) == 1
 
 
 def test_an_abort_of_nothing_is_refused(models):

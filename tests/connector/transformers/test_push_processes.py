@@ -41,7 +41,7 @@ def test_a_push_between_two_processes_answers_as_a_cold_prompt(models, stock, fa
         assert ours.poll(WAIT_S)
         ours.recv()
         with pooled_engine(models(family), transport=SocketTransport(SECRET)) as decode:
-            ticket = decode.offer(prompt, Params(max_tokens=32))
+            ticket = decode.offer(prompt, Params(max_tokens=20))
             ours.send((msgspec.msgpack.encode(ticket), prompt))
             results = []
             while not results:

@@ -13,7 +13,7 @@ from layercast.transport.socket import SocketTransport
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
 SECRET = b"0123456789abcdef"
-LONG = Params(max_tokens=32)
+LONG = Params(max_tokens=20)
 
 
 @contextmanager
@@ -118,8 +118,35 @@ def test_a_receiver_that_gives_up_ends_the_prefill_too_and_nothing_leaks(models,
         for _ in range(steps):
             prefill.step()
         decode.abort(ticket.request)
-        results = finished(prefill)
-    assert all(result.finish in (Finish.ABORTED, Finish.PUSHED) for result in results)
+        (sent,) = finished(prefill)
+    assert (sent.finish, sent.reason[:11]) == (Finish.UNDELIVERED, "the push is")
+
+
+@pytest.mark.parametrize("ending", ["checked", "given up", "gone"])
+def test_a_push_is_said_to_be_delivered_when_its_receiver_has_checked_it_and_not_before(models, monkeypatch, ending):
+    monkeypatch.setattr("layercast.connector.transformers.engine.REPORT_WAIT_S", 0.02)
+    prompt, stuck = prompt_of(37), threading.Event()
+    with pair(models("llama"), sockets=True) as (prefill, decode):
+        ticket = decode.offer(prompt, LONG)
+        target = decode.pushes.node.target
+        handle, target.handle = target.handle, lambda *said: (stuck.wait(10), handle(*said))
+        request = prefill.submit(prompt, push=ticket)
+        outputs = [output for _ in range(3) for output in prefill.step()]
+        assert outputs == []
+        assert not prefill._schedule.busy, "every token has run"
+        if ending == "given up":
+            decode.abort(ticket.request)
+        if ending == "gone":
+            prefill.pushes.node._transport.disconnect(prefill.pushes.node.source.push(ticket.transfer).peer)
+        stuck.set()
+        prefill.drain(10)
+        (sent,) = finished(prefill)
+        finished(decode)
+        assert decode._live == {}
+    assert (sent.request, sent.computed_tokens) == (request, 36)
+    assert sent.finish is (Finish.PUSHED if ending == "checked" else Finish.UNDELIVERED)
+    assert sent.receipt.detail == sent.reason
+    assert sent.reason[:11] == ("" if ending == "checked" else "the push is")
 
 
 def test_a_push_that_never_comes_is_recomputed_after_its_deadline(models, stock):

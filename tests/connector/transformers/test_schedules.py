@@ -141,7 +141,7 @@ class Schedule:
 def run_schedule(seed, models, stock, monkeypatch, requests):
     family = FAMILIES[seed % len(FAMILIES)]
     schedule, threads = Schedule(seed, family, stock), threading.active_count()
-    monkeypatch.setattr("layercast.control.node.CpuMover", schedule.mover)
+    monkeypatch.setattr("layercast.control.memory.CpuMover", schedule.mover)
     with pooled_engine(models(family), schedule.config(), **schedule.settings()) as engine:
         schedule.run(engine, requests)
     assert threading.active_count() == threads
@@ -178,7 +178,7 @@ def test_a_sampled_answer_depends_on_its_seed_alone(models, monkeypatch, family)
     each = [Params(max_tokens=16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(6)]
     with bare_engine(models(family)) as engine:
         alone = [engine.generate([prompt], how)[0].tokens for prompt, how in zip(prompts, each, strict=True)]
-    monkeypatch.setattr("layercast.control.node.CpuMover", lambda: ErraticMover(7, fail=0.05, nap=0.1, nap_s=0.005))
+    monkeypatch.setattr("layercast.control.memory.CpuMover", lambda: ErraticMover(7, fail=0.05, nap=0.1, nap_s=0.005))
     with pooled_engine(models(family), {"layer_wait_ms": 20}, blocks=11, state_block=16, max_batch=4) as engine:
         for _ in range(2):
             results = engine.generate(prompts, each)

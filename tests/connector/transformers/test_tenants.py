@@ -28,7 +28,7 @@ def test_tenants_and_adapters_never_find_one_anothers_prompt(models, kind):
 
 def test_a_prompt_that_can_not_be_named_is_answered_and_never_stored(models, stock):
     prompt = prompt_of(70)
-    params = Params(max_tokens=32, extras={1: [Extra(ExtraKind.EMBEDDINGS, b"")]})
+    params = Params(max_tokens=20, extras={1: [Extra(ExtraKind.EMBEDDINGS, b"")]})
     with pooled_engine(models("llama")) as engine:
         for _ in range(2):
             (result,) = engine.generate([prompt], params)
@@ -55,7 +55,7 @@ def test_a_pushed_prompt_whose_first_token_stops_it_ends_clean(models, stock):
     prompt = prompt_of(50)
     first = stock("llama", tuple(prompt))[0][0]
     with pair(models("llama")) as (prefill, decode):
-        prefill.submit(prompt, push=decode.offer(prompt, Params(max_tokens=32, stop=(first,))))
+        prefill.submit(prompt, push=decode.offer(prompt, Params(max_tokens=20, stop=(first,))))
         (sent,) = finished(prefill)
         (result,) = finished(decode)
     assert (sent.finish, result.finish, result.tokens) == (Finish.PUSHED, Finish.STOP, (first,))

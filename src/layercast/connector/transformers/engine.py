@@ -42,7 +42,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: tokens per block. blocks: blocks of each attention group. chunk_blocks: most blocks of a prompt in one
     forward. max_batch: most requests that answer at a time. state_block: tokens between snapshots of a recurrent
     state, a multiple of block_size; a chunk never crosses one, so that any chunking saves the same keys. save_decode:
-    save the KV of answers. poison: fill free blocks with NaN (to find a wrong read).
+    save the KV of answers. poison: fill free blocks with NaN (to find a wrong read). stall_s: longest that `generate`
+    waits while no forward can run.
     """
 
     block_size: int = 16
@@ -53,6 +54,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_major: bool = False
     save_decode: bool = True
     poison: bool = False
+    stall_s: float = 60.0
 
     def __post_init__(self) -> None:
         if min(self.block_size, self.blocks, self.chunk_blocks, self.max_batch, self.state_block) < 1:
@@ -94,7 +96,8 @@ class Engine:
     def submit(self, prompt: Sequence[int], params: Params | None = None, push: PushTicket | None = None) -> str:
         """Queue a prompt (token ids); its request id. Raises Refused for one that can never be answered.
 
-        push: prefill only, and send the KV to the decode engine whose ticket this is; raises as `PushSource.accept`.
+        push: prefill only, and send the KV to the decode engine whose ticket this is; the request ends when the push
+        does. Raises as `PushSource.accept`.
         """
         request = self._request(prompt, params or Params())
         if push is not None:
@@ -145,25 +148,44 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one forward; the tokens and results it brought. Nothing to run: wait shortly for pending copies."""
-        lost = [Output(id, None, self.abort(id)) for id in self.pushes.settle() if id in self._live]
+        return self._advance()[0]
+
+    def _advance(self) -> tuple[list[Output], bool]:
+        """As `step`; and whether anything went on."""
+        pushed = [self._pushed(self._live[id], reason) for id, reason in self.pushes.ended() if id in self._live]
         work = self._schedule.next()
         if work is not None:
-            return lost + self._run(work)
-        if not lost:
+            return pushed + self._run(work), True
+        if not pushed:
             self._wait(BUSY_WAIT_S if self._schedule.busy else REPORT_WAIT_S)
-        return lost
+        return pushed, bool(pushed)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None
     ) -> list[Result]:
-        """Answer all prompts; results in their order. One Params for all of them, or one for each."""
+        """Answer all prompts; results in their order. One Params for all of them, or one for each.
+
+        Raises DeadlineExceeded, and has aborted them, where no forward could run for `stall_s`: copies that never end
+        keep the blocks.
+        """
         each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
         # Every prompt is checked before one is queued.
         requests = [self._request(prompt, how or Params()) for prompt, how in zip(prompts, each, strict=True)]
         ids = [self._queue(request) for request in requests]
         results: dict[str, Result] = {}
-        while not all(id in results for id in ids):
-            results.update({output.request: output.result for output in self.step() if output.result})
+        deadline = time.monotonic() + self.settings.stall_s
+        while left := [id for id in ids if id not in results]:
+            outputs, went_on = self._advance()
+            results.update({output.request: output.result for output in outputs if output.result})
+            if went_on:
+                deadline = time.monotonic() + self.settings.stall_s
+            elif time.monotonic() > deadline:
+                for id in left:
+                    self.abort(id)
+                raise DeadlineExceeded(
+                    f"no forward could run for {self.settings.stall_s:g} s: {self.space.held} copies and pushes hold "
+                    "blocks and do not end; see to the pool's mover and the peers, or raise blocks"
+                )
         return [results[id] for id in ids]
 
     def abort(self, request: str) -> Result:
@@ -237,14 +259,14 @@ class Engine:
         self._settle(settled)
         self.pushes.landed(work.requests[0])
         if work.requests[0].id in settled.failed:  # only a lone request can have a load
-            self.pushes.abandon(work.requests[0])
+            self.pushes.abandon(work.requests[0], "a load that it was computed from has failed")
             self._schedule.broken(work.requests[0])
             return []
         self._schedule.ran(work)
         return [
             self._sampled(request, row)
             for request, row in zip(work.requests, logits, strict=True)
-            if request.remaining == 0
+            if request.remaining == 0 and request.until is None
         ]
 
     def _forward(self, work: Work, step: Step, snapshots: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -320,8 +342,6 @@ class Engine:
 
     def _sampled(self, request: Request, logits: torch.Tensor) -> Output:
         """Choose the request's next token; its last one ends it."""
-        if request.until is not None:
-            return Output(request.id, None, self._end(request, Finish.PUSHED))
         params = request.params
         token = next_token(logits, params, request.generator)
         request.tokens.append(token)
@@ -334,11 +354,17 @@ class Engine:
             return Output(request.id, token, self._end(request, Finish.LENGTH))
         return Output(request.id, token)
 
-    def _end(self, request: Request, finish: Finish) -> Result:
+    def _pushed(self, request: Request, reason: str) -> Output:
+        """A request's push has ended: delivered, or not for that reason."""
+        if reason:
+            self.pool.abort(request.id)
+        return Output(request.id, None, self._end(request, Finish.UNDELIVERED if reason else Finish.PUSHED, reason))
+
+    def _end(self, request: Request, finish: Finish, reason: str = "") -> Result:
         self._schedule.remove(request)
         del self._live[request.id]
         self.pool.finish(request.id)
-        return request.result(finish)
+        return request.result(finish, reason)
 
 
 def _forget(group: int, blocks: list[int]) -> None:

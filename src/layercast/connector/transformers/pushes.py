@@ -38,6 +38,7 @@ class PushDesk:
         """Transfer to its request, until the peer has let go of our blocks."""
         self._outgoing: dict[str, _Outgoing] = {}
         """Request to its push, until it has ended."""
+        self._ended: list[tuple[str, str]] = []
 
     @property
     def pending(self) -> int:
@@ -113,22 +114,27 @@ class PushDesk:
             self._drop(request.transfer, "the request needs no more of it")
             request.transfer = request.arriving = None
 
-    def abandon(self, request: Request) -> None:
-        """The request has ended early: give its pushes up."""
+    def abandon(self, request: Request, reason: str = "the request was aborted") -> None:
+        """The request has ended early, or has to start over: give its pushes up."""
         self.landed(request)
         push = self._outgoing.get(request.id)
         if push is not None:
-            self._joined().source.cancel(push.ticket.transfer, "the request was aborted")
+            self._joined().source.cancel(push.ticket.transfer, reason)
 
-    def settle(self) -> list[str]:
-        """Let go of the blocks of pushes that have ended; the requests whose outgoing push has failed."""
+    def ended(self) -> list[tuple[str, str]]:
+        """(request, why it was not delivered or "") of the outgoing pushes that have ended since the last call."""
+        self.settle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def settle(self) -> None:
+        """Let go of the blocks of pushes that have ended."""
         if self.node is None:
-            return []
+            return
         self.node.expire()
         for transfer in list(self._incoming):
             if self.node.target.push(transfer).quiet:
                 self._space.ended(_held(transfer))
-        failed = []
         for request, push in list(self._outgoing.items()):
             stand = self.node.source.push(push.ticket.transfer)
             if stand.state in LIVE or not stand.quiet:
@@ -137,11 +143,10 @@ class PushDesk:
                 self._space.ended(part)
             self.node.source.forget(push.ticket.transfer)
             del self._outgoing[request]
-            if stand.state is not PushState.LANDED:
-                failed.append(request)
+            landed = stand.state is PushState.LANDED
+            self._ended.append((request, "" if landed else f"the push is {stand.state}: {stand.reason}"))
         for transfer in [t for t, request in self._incoming.items() if not request]:
             self._forget(transfer)
-        return failed
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for some push to end."""

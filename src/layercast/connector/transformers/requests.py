@@ -43,12 +43,13 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finish(StrEnum):
-    """Why a request ended."""
+    """Why a request ended. A push has been delivered once its receiver has checked every layer."""
 
     LENGTH = "length"
     STOP = "stop"
     ABORTED = "aborted"
     PUSHED = "pushed"
+    UNDELIVERED = "undelivered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Result:
 
     computed_tokens: prompt tokens that ran through the model for it; with loaded_tokens they are the whole prompt.
     recomputed_tokens: tokens run once more, after a failed load or a preemption. tier: where loads come from. window:
-    layers moved together, 0 = all. miss: why nothing was loaded. logits: `[tokens, vocabulary]` fp32.
+    layers moved together, 0 = all. miss: why nothing was loaded. reason: why a push was not delivered. logits:
+    `[tokens, vocabulary]` fp32.
     """
 
     request: str
@@ -73,6 +75,7 @@ class Result:
     tier: str
     window: int
     miss: MissReason | None
+    reason: str
     logits: torch.Tensor | None
 
     @property
@@ -95,7 +98,7 @@ class Result:
             exposed_s=sum(load.exposed_s for load in loads),
             verified=bool(landed) and all(load.verified for load in landed),
             miss=None if self.loaded_tokens else miss,
-            detail="" if failed is None else failed.reason,
+            detail="; ".join(filter(None, ("" if failed is None else failed.reason, self.reason))),
         )
 
 
@@ -187,7 +190,7 @@ class Request:
         self.done = self.saved = 0
         self.preemptions += 1
 
-    def result(self, finish: Finish) -> Result:
+    def result(self, finish: Finish, reason: str = "") -> Result:
         """The result as of now."""
         first = self.first_token_s
         return Result(
@@ -204,5 +207,6 @@ class Request:
             tier=self.tier,
             window=self.window,
             miss=self.miss,
+            reason=reason,
             logits=torch.stack(self.logits) if self.logits else None,
         )

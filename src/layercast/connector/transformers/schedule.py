@@ -35,6 +35,8 @@ class Scheduler:
         self._max_batch = max_batch
         self._waiting: list[Request] = []
         self._receiving: list[Request] = []
+        self._sending: list[Request] = []
+        """Prefilled; their push has not ended yet."""
         self._prefilling: Request | None = None
         self._running: list[Request] = []
         self._prefill_next = True
@@ -45,7 +47,7 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
         prefilling = [self._prefilling] if self._prefilling else []
-        return [*self._running, *prefilling, *self._receiving, *self._waiting]
+        return [*self._running, *prefilling, *self._receiving, *self._sending, *self._waiting]
 
     def add(self, request: Request) -> None:
         """Queue a request in order of arrival."""
@@ -83,7 +85,11 @@ class Scheduler:
             request.ran(request.done + work.new)
             self._space.trim(request.tables, request.done)
         if self._prefilling is not None and self._prefilling.remaining == 0:
-            self._running.append(self._prefilling)
+            if self._prefilling.until is None:
+                self._running.append(self._prefilling)
+            else:
+                self._sending.append(self._prefilling)
+                self._space.free(self._prefilling.tables)  # its parts under way are held
             self._prefilling = None
 
     def broken(self, request: Request) -> None:
@@ -96,12 +102,9 @@ class Scheduler:
         """Take a request out, wherever it is, and let go of its blocks."""
         if request is self._prefilling:
             self._prefilling = None
-        elif request in self._running:
-            self._running.remove(request)
-        elif request in self._receiving:
-            self._receiving.remove(request)
         else:
-            self._waiting.remove(request)
+            queues = (self._running, self._receiving, self._sending, self._waiting)
+            next(queue for queue in queues if request in queue).remove(request)
         self._space.free(request.tables)
 
     def _prefill(self) -> Work | None:
