@@ -90,7 +90,7 @@ def test_blocks_of_all_layers_are_claimed_only_where_an_older_version_grants_the
     monkeypatch, second, stride, wanted, found
 ):
     monkeypatch.setattr(versions, "NAMES_LAYOUTS", False)
-    monkeypatch.setattr(versions.utils, "get_kv_cache_layout", lambda: "NHD", raising=False)
+    monkeypatch.setattr(versions, "layout_name", lambda *_: "NHD")
     spec = SimpleNamespace(indexes_kv_by_block_stride=stride)
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     assert versions.layout_in_force(SimpleNamespace(use_v2_model_runner=second), caches, wanted) == found

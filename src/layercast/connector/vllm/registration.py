@@ -107,7 +107,7 @@ def register(
         revision=revision,
         weights_version=f"{model.dtype} {model.quantization}",
         draft=_draft(config, named=not lasting),
-        packing=f"{sorted(set(kernels))} {versions.layout_name(caches)} {config.cache_config.cache_dtype}",
+        packing=f"{sorted(set(kernels))} {versions.layout_name(config, caches)} {config.cache_config.cache_dtype}",
     )
     target = frozenset(layer for name, layer in layers.items() if not _is_draft(config, name))
     return Registration(layers, target, layout, identities)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import utils
@@ -40,9 +40,12 @@ else:
     HIT_SOURCE = DISK_SOURCE = None
 
 
-def layout_name(caches: KVCacheConfig) -> str:
+def layout_name(config: VllmConfig, caches: KVCacheConfig) -> str:
     """How vLLM calls the order in which a layer's caches lie."""
-    return str(caches.kv_cache_layout) if NAMES_LAYOUTS else str(utils.get_kv_cache_layout())
+    if NAMES_LAYOUTS:
+        return str(caches.kv_cache_layout)
+    with set_current_vllm_config(config):
+        return str(utils.get_kv_cache_layout())
 
 
 def layout_in_force(config: VllmConfig, caches: KVCacheConfig, block_major: bool) -> str:
@@ -51,7 +54,7 @@ def layout_in_force(config: VllmConfig, caches: KVCacheConfig, block_major: bool
     Before names (0.29), vLLM grants it on its first model runner alone, to one group whose backend finds blocks by
     stride.
     """
-    name = layout_name(caches)
+    name = layout_name(config, caches)
     if NAMES_LAYOUTS or not block_major or config.use_v2_model_runner or len(caches.kv_cache_groups) > 1:
         return name
     spec = caches.kv_cache_groups[0].kv_cache_spec
