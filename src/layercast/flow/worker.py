@@ -231,6 +231,11 @@ class LayerStep:
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
 
+    @property
+    def number(self) -> int:
+        """The step's, as its orders have it."""
+        return self._orders.step
+
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
         self._waited.add(layer)
@@ -329,4 +334,4 @@ class LayerStep:
             if push.request not in failed:
                 self._push(push, layer)
         self._worker.gates.release()
-        return self._worker.report(self._orders.step, failed)
+        return self._worker.report(self.number, failed)

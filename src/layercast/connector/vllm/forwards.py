@@ -19,6 +19,8 @@ class Forwards:
         self.most_tokens = most_tokens
         self.coming: dict[str, LoadOrder] = {}
         """Loads that were said to have come, and are not known to have ended on every rank, by request."""
+        self.reading: set[str] = set()
+        """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
         self._running: Collection[str] = ()
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque()

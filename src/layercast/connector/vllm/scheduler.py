@@ -65,8 +65,6 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._stats = Stats()
         self._adapters = Adapters()
         self._due = Due()
-        self._reading: set[str] = set()
-        """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
         self._drain_until_s = 0.0
         several = len(self._kv_cache_config.kv_cache_groups) > 1
         self._background = several or not recovery.AVAILABLE
@@ -163,7 +161,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._due.background.append(order)
         else:
             self._due.loads.append(order)
-            self._reading.add(order.id)
+            self._forwards.reading.add(order.id)
             self._forwards.admitted(match.nbytes, request.num_tokens - match.tokens)
 
     def _may_wait(self, known: Tracked, rising: bool) -> bool:
@@ -189,7 +187,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         """The step's orders: loads promised since the last one, saves of the blocks that it completes."""
         self._tables.step(scheduler_output)
         for name in scheduler_output.preempted_req_ids or ():
-            if (known := self.tracked.get(name)) is not None and known.reading and self._reading:
+            if (known := self.tracked.get(name)) is not None and known.reading and self._forwards.reading:
                 recovery.drop_in_flight(known.request)
                 self._holds.doubt(known.reading)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -201,7 +199,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                 continue
             before = known.request.num_computed_tokens
             known.failed = False
-            known.reading = self._tables.of(name)[0] if self._reading else ()
+            known.reading = self._tables.of(name)[0] if self._forwards.reading else ()
             self._save(known, before, before + tokens)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
         if self.side is not None and self.side.backing.waiting:
@@ -225,7 +223,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                 continue
             if known.loading == order.id:
                 self._due.joins.append(name)
-                self._reading.add(order.id)
+                self._forwards.reading.add(order.id)
             if name in scheduled:
                 known.parked = False
                 if known.failed:
@@ -269,7 +267,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._save(known, request.num_computed_tokens, request.num_computed_tokens, block_ids)
         if reading and known.parked:
             self._due.aborts.append(request.request_id)
-        elif known.reading and self._reading and request.status not in ANSWERED:
+        elif known.reading and self._forwards.reading and request.status not in ANSWERED:
             self._holds.doubt(block_ids[0])  # nobody may find what is made of a load that may yet fail
         self._side.finish(request.request_id)
         if not self.tracked:
@@ -308,7 +306,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                     known.loaded = load
                     known.loading = None if load.id in settled.ended else known.loading
             self._holds.release(settled.ended)
-            self._reading.difference_update(settled.ended)
+            self._forwards.reading.difference_update(settled.ended)
             outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
             self.outcomes += outcomes
             for outcome in outcomes:

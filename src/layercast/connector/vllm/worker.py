@@ -38,7 +38,6 @@ class WorkerHooks(KVConnectorBase_V1):
     _worker: Worker
     _layers: Mapping[str, int]
     _handshake: Handshake
-    _orders: StepOrders
     _target: frozenset[int]
     _failed: set[str]
     """Requests of this step whose loads have been reported as failed."""
@@ -52,7 +51,6 @@ class WorkerHooks(KVConnectorBase_V1):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._closing = ExitStack()
-        self._rank = 0
         self._introduced = False
         self._step: LayerStep | None = None
         self._failed_blocks: set[int] = set()
@@ -66,14 +64,13 @@ class WorkerHooks(KVConnectorBase_V1):
         found = register(self._vllm_config, self._kv_cache_config, kv_caches, lasting=bool(self.config.disk_path))
         self._layers, self._target, self._unheard = found.layers, found.target, set(found.layers)
         keep = tuple(kv_caches.values())
-        self._rank = get_tensor_model_parallel_rank()
         opened = open_worker(
             found.layout,
             self.config,
             keep=keep,
             link_gbps=self.link_gbps,
             timeline=self.timeline,
-            rank=self._rank,
+            rank=get_tensor_model_parallel_rank(),
             ranks=self._vllm_config.parallel_config.tensor_parallel_size,
         )
         self._worker = self._closing.enter_context(opened)
@@ -182,7 +179,7 @@ class WorkerHooks(KVConnectorBase_V1):
         reports, self._reports = self._reports, []
         if not self._introduced:
             self._introduced = True
-            return Reports(tuple(reports), ((self._rank, self._handshake.facts),))
+            return Reports(tuple(reports), ((get_tensor_model_parallel_rank(), self._handshake.facts),))
         return Reports(tuple(reports)) if reports else None
 
     @property
@@ -192,7 +189,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def _begin(self, orders: StepOrders) -> None:
         self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
-        self._orders, self._failed = orders, set()
+        self._failed = set()
         if not TELLS_FAILED_REQUESTS:
             self._awaited.update((load.request, _blocks(load)) for load in orders.background)
 
@@ -215,7 +212,7 @@ class WorkerHooks(KVConnectorBase_V1):
         assert self._step is not None
         failed = self._step.judge(self._target)
         self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
-        self._note(self._worker.report(self._orders.step, failed))
+        self._note(self._worker.report(self._step.number, failed))
         self._fail(failed, self._step.reads)
 
     def _fail(self, requests: Sequence[str], reads: Sequence[LoadOrder | ReceiveOrder]) -> None:
@@ -227,7 +224,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def _note(self, report: StepReport) -> None:
         if report.loads or report.saves or report.failed or report.tier:
-            self._reports.append((self._rank, report))
+            self._reports.append((get_tensor_model_parallel_rank(), report))
 
     def shutdown(self) -> None:
         """End the threads and give the slab back."""
