@@ -15,22 +15,22 @@ from layercast.config import Config
 from layercast.errors import LayercastError
 from layercast.flow.issue import Batch, Issuer
 from layercast.flow.orders import PushOrder
-from layercast.move.base import DigestFlight, Flight, Mover
+from layercast.move.base import DigestFlight, Flight, Mover, MoverOver
 from layercast.move.flights import HostFlight, first_error
 from layercast.observe.timeline import OFF, SpanKind, Timeline
-from layercast.plan.pieces import CopyPlan, DigestRanges, Ints, Pieces, Route, route_between
+from layercast.plan.pieces import CopyPlan, Ints, Pieces, Route, route_between
 from layercast.spec.groups import Layout
 from layercast.transport.base import Peer, Transport, Writes
 
 
-class PeerMover(Mover):
+class PeerMover(MoverOver):
     """Copies into a peer's memory; digests are of our own."""
 
     def __init__(self, transport: Transport, peer: Peer, mover: Mover, keep: Sequence[object] = ()) -> None:
+        super().__init__(mover)
         self._transport = transport
         self._keep = tuple(keep)
         self._peer = peer
-        self._mover = mover
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> Flight:
         """Post `pieces` once every flight in `after` has landed."""
@@ -50,19 +50,6 @@ class PeerMover(Mover):
 
         _when_all(after, post)
         return flight
-
-    def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
-        """The local mover's digests."""
-        return self._mover.digest(ranges, after=after)
-
-    def mark(self) -> Flight:
-        """The local mover's mark."""
-        return self._mover.mark()
-
-    @property
-    def staging_bytes(self) -> int:
-        """The local mover's staging."""
-        return self._mover.staging_bytes
 
     def close(self, timeout_s: float) -> None:
         """Nothing: neither the transport nor the local mover is its own."""

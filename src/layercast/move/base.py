@@ -112,6 +112,31 @@ class Mover(ABC):
         """Finish what was submitted and end the threads. Raises DeadlineExceeded."""
 
 
+class MoverOver(Mover):
+    """A mover over another one, whose copies alone are its own."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+
+    def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> "DigestFlight":
+        """The other's digests."""
+        return self._mover.digest(ranges, after=after)
+
+    def mark(self) -> Flight:
+        """The other's mark."""
+        return self._mover.mark()
+
+    @property
+    def staging_bytes(self) -> int:
+        """The other's staging."""
+        return self._mover.staging_bytes
+
+    @property
+    def halted(self) -> str:
+        """Why the other has ended by itself."""
+        return self._mover.halted
+
+
 class DigestFlight(Flight, Protocol):
     """A flight whose result is the digests it computed."""
 

@@ -8,21 +8,21 @@ import time
 from collections.abc import Sequence
 
 from layercast.errors import BadSetting
-from layercast.move.base import DigestFlight, Flight, Mover
+from layercast.move.base import Flight, Mover, MoverOver
 from layercast.move.flights import HostFlight
 from layercast.move.line import Line
-from layercast.plan.pieces import DigestRanges, Pieces
+from layercast.plan.pieces import Pieces
 
 BYTES_PER_GBIT = 125_000_000
 
 
-class PacedMover(Mover):
+class PacedMover(MoverOver):
     """Another mover, owned by this one, at most `link_gbps` gigabits (of 125e6 bytes) a second."""
 
     def __init__(self, mover: Mover, link_gbps: float) -> None:
         if not link_gbps > 0:
             raise BadSetting(f"link_gbps = {link_gbps}: a link carries more than 0 gigabits a second")
-        self._mover = mover
+        super().__init__(mover)
         self._rate = link_gbps * BYTES_PER_GBIT
         self._free_at = 0.0
         self._line = Line("layercast-link")
@@ -41,23 +41,10 @@ class PacedMover(Mover):
         self._line.submit([flight], run, after, keep)
         return flight
 
-    def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
-        """Digests by the mover itself: they do not cross the link."""
-        return self._mover.digest(ranges, after=after)
-
-    def mark(self) -> Flight:
-        """The mover's own mark."""
-        return self._mover.mark()
-
-    @property
-    def staging_bytes(self) -> int:
-        """The mover's own staging."""
-        return self._mover.staging_bytes
-
     @property
     def halted(self) -> str:
-        """Whether a thread has ended by itself."""
-        return self._line.halted or self._mover.halted
+        """Why a thread has ended by itself."""
+        return self._line.halted or super().halted
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted, end both threads. Raises DeadlineExceeded."""

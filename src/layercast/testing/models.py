@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -24,7 +24,7 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
 }
-_MAMBA2: dict[str, Any] = {
+MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 16,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
@@ -36,7 +36,7 @@ _MAMBA2: dict[str, Any] = {
 
 
 def _gemma3() -> PreTrainedConfig:
-    base = _BASE | {"num_hidden_layers": 6}
+    base = BASE | {"num_hidden_layers": 6}
     return transformers.Gemma3TextConfig(
         **base,
         head_dim=16,
@@ -47,7 +47,7 @@ def _gemma3() -> PreTrainedConfig:
 
 
 def _deepseek_v3() -> PreTrainedConfig:
-    base = _BASE | {"num_key_value_heads": 8}
+    base = BASE | {"num_key_value_heads": 8}
     return transformers.DeepseekV3Config(
         **base,
         moe_intermediate_size=64,
@@ -67,8 +67,8 @@ def _deepseek_v3() -> PreTrainedConfig:
 
 def _granite4() -> PreTrainedConfig:
     return transformers.GraniteMoeHybridConfig(
-        **_BASE,
-        **_MAMBA2,
+        **BASE,
+        **MAMBA2,
         layer_types=["mamba", "mamba", "attention", "mamba"],
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -83,7 +83,7 @@ def _granite4() -> PreTrainedConfig:
 
 def _qwen3_next() -> PreTrainedConfig:
     return transformers.Qwen3NextConfig(
-        **_BASE,
+        **BASE,
         head_dim=16,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         linear_num_value_heads=8,
@@ -100,13 +100,13 @@ def _qwen3_next() -> PreTrainedConfig:
 
 
 def _falcon_h1() -> PreTrainedConfig:
-    mamba = _MAMBA2 | {"mamba_n_heads": 8}
-    return transformers.FalconH1Config(**_BASE, **mamba, head_dim=16, mamba_d_ssm=128)
+    mamba = MAMBA2 | {"mamba_n_heads": 8}
+    return transformers.FalconH1Config(**BASE, **mamba, head_dim=16, mamba_d_ssm=128)
 
 
 def _jamba() -> PreTrainedConfig:
     return transformers.JambaConfig(
-        **_BASE,
+        **BASE,
         attn_layer_period=4,
         attn_layer_offset=2,
         expert_layer_period=2,
@@ -122,17 +122,17 @@ def _jamba() -> PreTrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**_BASE),
-    "qwen3": lambda: transformers.Qwen3Config(**_BASE, head_dim=16),
+    "llama": lambda: transformers.LlamaConfig(**BASE),
+    "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=16),
     "gemma3": _gemma3,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_BASE, head_dim=16, sliding_window=32, num_local_experts=4, num_experts_per_tok=2
+        **BASE, head_dim=16, sliding_window=32, num_local_experts=4, num_experts_per_tok=2
     ),
     "granite4": _granite4,
     "qwen3_next": _qwen3_next,
     "falcon_h1": _falcon_h1,
-    "bamba": lambda: transformers.BambaConfig(**_BASE, **_MAMBA2, attn_layer_indices=[2]),
+    "bamba": lambda: transformers.BambaConfig(**BASE, **MAMBA2, attn_layer_indices=[2]),
     "jamba": _jamba,
 }
 """Family name to config. Jamba is here to be refused: its layers are Mamba-1."""

@@ -33,22 +33,9 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.platforms.cpu import CpuPlatform
 
 from layercast.move.paced import PacedMover
+from layercast.testing.models import BASE, MAMBA2
 
 BLOCK = 32
-BASE = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
 MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "qwen3_moe": (
@@ -89,15 +76,9 @@ MODELS = {
     "granite4h": (
         "GraniteMoeHybridConfig",
         {
+            **MAMBA2,
             "layer_types": ["mamba", "mamba", "attention", "mamba"],
             "num_attention_heads": 4,
-            "mamba_n_heads": 16,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 32,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 64,
