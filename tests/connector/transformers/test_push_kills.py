@@ -176,7 +176,9 @@ def test_a_sender_outlives_its_receiver(models, stock, phase, sign):
         assert time.monotonic() - started < 5
         assert was_hit(process, sign)
         assert not engine.pushes.node.source._pushes
-        assert all(result.finish is Finish.UNDELIVERED for result in results), "the receiver has checked nothing"
+        # Only where it has checked everything may its word still have left before the signal came.
+        ends = {Finish.UNDELIVERED, Finish.PUSHED} if phase == "confirmation" else {Finish.UNDELIVERED}
+        assert {result.finish for result in results} <= ends
         revived(process, sign)
         (again,) = engine.generate([PROMPT], LONG)
     assert again.tokens == stock("llama", tuple(PROMPT))[0]
