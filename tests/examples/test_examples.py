@@ -1,4 +1,4 @@
-"""The examples as a reader runs them: each in a process of its own that may talk to loopback only."""
+"""The examples as a reader runs them: in processes that may talk to loopback only."""
 
 import ast
 import os
@@ -14,26 +14,47 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 GUARD = Path(__file__).parents[1] / "loopback_only"
 
 
-def run(path, told):
-    """Run one; (what it printed, what it tried to reach beyond loopback)."""
+ONE_BY_ONE = """
+import os, runpy, sys
+for path in sys.argv[1:]:
+    sys.path[0] = os.path.dirname(path)
+    runpy.run_path(path, run_name="__main__")
+    print(end="\\f", flush=True)
+"""
+
+
+def run(told, *paths):
+    """Run some in one process; (what each printed, what they tried to reach beyond loopback)."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(GUARD), *sys.path]),
         "BEYOND_LOOPBACK": str(told),
     }
     ran = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, env=environment, check=False
+        [sys.executable, "-c", ONE_BY_ONE, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout, told.read_text()
+    return *ran.stdout.split("\f")[:-1], told.read_text()
+
+
+@pytest.fixture(scope="module")
+def with_engines(tmp_path_factory):
+    """What the two examples with engines print, and what they tried to reach; torch is imported once for both."""
+    names = ("save_and_hit.py", "push_two_engines.py")
+    return run(tmp_path_factory.mktemp("guard") / "beyond", *(ROOT / "examples" / name for name in names))
 
 
 def answers(text):
     return re.findall(r"answer (.*)", text)
 
 
-def test_a_saved_prompt_is_loaded_and_answers_the_same(tmp_path):
-    text, beyond = run(ROOT / "examples" / "save_and_hit.py", tmp_path / "beyond")
+def test_a_saved_prompt_is_loaded_and_answers_the_same(with_engines):
+    text, _, beyond = with_engines
     cold, warm, other = answers(text)
     assert cold == warm != other
     assert re.findall(r"(\d+) computed, (nothing|\d+) loaded", text) == [
@@ -45,8 +66,8 @@ def test_a_saved_prompt_is_loaded_and_answers_the_same(tmp_path):
     assert beyond == ""
 
 
-def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(tmp_path):
-    text, beyond = run(ROOT / "examples" / "push_two_engines.py", tmp_path / "beyond")
+def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(with_engines):
+    _, text, beyond = with_engines
     assert re.search(r"prefill: .* 199 computed, .*, pushed", text)
     assert re.search(r"decode: .* 1 computed, 199 loaded from peer \(319,488 bytes, 6 layers.*, verified\)", text)
     assert "the same answer without a push: True" in text
@@ -54,7 +75,7 @@ def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(tmp_path):
 
 
 def test_an_engine_that_is_no_transformer_uses_the_pool(tmp_path):
-    text, beyond = run(ROOT / "examples" / "your_own_engine.py", tmp_path / "beyond")
+    text, beyond = run(tmp_path / "beyond", ROOT / "examples" / "your_own_engine.py")
     assert re.findall(r": (\d+) of 100", text) == ["0", "96", "96"]
     assert len(answers(text)) == 3
     assert len(set(answers(text))) == 1
@@ -85,7 +106,7 @@ def test_the_guard_sees_who_leaves_loopback(tmp_path):
         " lambda: socket.getaddrinfo('example.invalid', 80)):\n"
         "    try:\n        call()\n    except OSError as error:\n        print(error)\n"
     )
-    text, beyond = run(script, tmp_path / "beyond")
+    text, beyond = run(tmp_path / "beyond", script)
     assert text.count("beyond loopback") == 2
     assert "192.0.2.1" in beyond
     assert "example.invalid" in beyond
