@@ -37,15 +37,19 @@ class Troubles:
 
     def late_layer(self, ids):
         """One copy of the next load comes after everybody has ceased to wait for it."""
-        issuer, number = self.engine.worker.issuer, self.draw.randrange(4)
-        seen, mover = [], issuer._mover
+        self.stalled(self.draw.randrange(4), lambda held: threading.Timer(STALL_S, held.land).start())
+
+    def stalled(self, number, told):
+        """One copy of the next load waits for a flight, which `told` is given."""
+        issuer, seen = self.engine.worker.issuer, []
+        mover = issuer._mover
 
         class Stalling:
             def submit(self, pieces, *, after=(), keep=()):
                 seen.append(pieces)
                 if len(seen) == number + 1:
                     held = HostFlight()
-                    threading.Timer(STALL_S, held.land).start()
+                    told(held)
                     after = (*after, held)
                 return mover.submit(pieces, after=after, keep=keep)
 

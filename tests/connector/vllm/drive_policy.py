@@ -128,6 +128,38 @@ def faults(engine, count, references):
     return runs
 
 
+def unscheduled(engine, ids, short):
+    """A load fails in its second part while its request finds no memory for the rest; it is aborted, another asks."""
+    llm, pool = engine.llm.llm_engine, engine.scheduler.kv_cache_manager.block_pool
+    nothing = {"extra_args": {"kv_transfer_params": {"layercast": {"load": False, "save": False}}}}
+    run = {"want": engine.run(short, params=nothing)["replies"][0]["tokens"]}
+    engine.run(ids[: HIT + 1])
+    engine.drain()
+    engine.side.chooser.rates = Known()
+    assert engine.llm.reset_prefix_cache()
+    for block in range(HIT // BLOCK):
+        engine.flip(engine.slot(ids[: HIT + 8], block), 3)
+    troubles, held = Troubles(engine, random.Random(0)), []
+    troubles.stalled(3, held.append)
+    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False, **KEEP)
+    llm.add_request("talk-away", {"prompt_token_ids": TALK}, sampling)
+    llm.step()
+    llm.add_request("away", {"prompt_token_ids": ids}, sampling)
+    llm.step()
+    known = next(known for name, known in engine.connector.tracked.items() if name.startswith("away"))
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    while not known.failed:
+        llm.step()
+        if engine.connector._forwards.coming and held:
+            held.pop().land()
+    troubles.undo[0]()
+    run |= {"failed": known.failed, "mode": known.decision.mode, "status": known.request.status.name}
+    llm.abort_request(["away", "talk-away"])
+    pool.free_blocks(taken)
+    after = engine.run(short, params=nothing, keep_local=True)["replies"][0]
+    return run | {"tokens": after["tokens"], **engine.drain()}
+
+
 def main(folder, count):
     log, ours = Log(), logging.getLogger("layercast")
     ours.addHandler(log)
@@ -152,6 +184,7 @@ def main(folder, count):
         run["modes"] = modes(engine, log, *prompts)
         run["faults"] = faults(engine, int(count), references)
         run["lost"] = lost(engine)
+        run["unscheduled"] = unscheduled(engine, references[0][0], prompts[2])
         run["threads"] = engine.close()
         facts[name] = run
     tell(facts)

@@ -281,10 +281,9 @@ class Engine:
         return self.side.directory._shelves[group].stored[keys[block]].slot
 
     def flip(self, slot, layer, group=0):
-        """Damage one byte of one layer of a stored block."""
-        data = bytearray(self.slab.read(group, slot, layer))
-        data[len(data) // 3] ^= 1
-        self.slab.write(group, slot, layer, bytes(data))
+        """Damage one layer of a stored block so much that whoever reads it answers otherwise."""
+        data = self.slab.read(group, slot, layer)
+        self.slab.write(group, slot, layer, data[len(data) // 2 :] + data[: len(data) // 2])
 
     def forge(self, slot, group=0):
         """Replace a stored block by another content in all layers, with digests that agree with it."""

@@ -78,3 +78,11 @@ def test_what_a_forward_computes_from_lost_blocks_is_never_stored(facts, name):
         assert lost[run]["replies"][0]["tokens"] == lost["want"]
     assert lost["again"]["replies"][0]["cached"] >= HIT - BLOCK
     assert lost["drained"]["idle"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_an_aborted_request_was_said_to_have_is_found_by_nobody_if_it_has_failed(facts, name):
+    run = facts[name]["unscheduled"]
+    assert (run["failed"], run["mode"], run["status"]) == (True, "background, then layerwise", "WAITING")
+    assert run["tokens"] == run["want"]
+    assert (run["idle"], run["held"], run["free_blocks"]) == (True, 0, facts[name]["blocks"])

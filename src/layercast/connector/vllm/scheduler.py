@@ -265,10 +265,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         reading = known.loading is not None and request.status not in ANSWERED
         if not (reading or known.failed):
             self._save(known, request.num_computed_tokens, request.num_computed_tokens, block_ids)
+        said = request.request_id in self._forwards.coming and (reading or known.failed)
+        if said or (known.reading and self._forwards.reading and request.status not in ANSWERED):
+            self._holds.doubt(block_ids[0])  # nobody may find a load, or what is made of one, that may yet fail
         if reading and known.parked:
             self._due.aborts.append(request.request_id)
-        elif known.reading and self._forwards.reading and request.status not in ANSWERED:
-            self._holds.doubt(block_ids[0])  # nobody may find what is made of a load that may yet fail
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
