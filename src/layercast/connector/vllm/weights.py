@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers.utils import cached_file
 from vllm.config import ModelConfig, VllmConfig
 
 from layercast.errors import UnsupportedModel
@@ -48,9 +47,12 @@ def _files(model: ModelConfig, cache: str | None) -> list[Path]:
         return [path]
     if not path.is_dir():
         try:
-            path = Path(snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError) as error:
+            known = cached_file(
+                model.model, "config.json", revision=model.revision, cache_dir=cache, local_files_only=True
+            )
+        except OSError as error:
             raise _unreadable(model) from error
+        path = Path(known).parent
     found = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS)
     if not found:
         raise _unreadable(model)
