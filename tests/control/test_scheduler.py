@@ -20,9 +20,9 @@ TOKENS = list(range(100, 100 + 8 * BLOCK + 1))
 TABLE = list(range(1, 9))
 
 
-def side_of(*slots, shared_blocks=False):
+def side_of(*slots, shared_blocks=False, threshold=0):
     facts = [WorkerFacts(SPECS, IDENTITIES, (count,)) for count in slots]
-    return scheduler_side(facts, Config(kv_recompute_threshold=0, host_bytes=1), shared_blocks)
+    return scheduler_side(facts, Config(kv_recompute_threshold=threshold, host_bytes=1), shared_blocks)
 
 
 def saved(order, good=True):
@@ -50,6 +50,35 @@ def test_a_save_is_visible_only_once_every_rank_has_reported_it():
         side.settle(saved(order), rank)
     assert side.match(TOKENS).tokens == 8 * BLOCK
     assert side.idle
+
+
+def test_only_what_is_being_saved_is_said_to_be_coming():
+    """Not the block that is left out for a draft; or a request would wait for as long as anything is being saved."""
+    side = side_of(32)
+    store(side)
+    other = side.save_order("other", [9, *TOKENS], 0, 4 * BLOCK, [TABLE])
+    match = side.match(TOKENS, spare_last=True)
+    assert (match.tokens, match.coming) == (7 * BLOCK, 0)
+    ours = side.match([9, *TOKENS], spare_last=True)
+    assert (ours.tokens, ours.coming) == (0, 3 * BLOCK)
+    side.settle(saved(other))
+    assert side.match([9, *TOKENS], spare_last=True).tokens == 3 * BLOCK
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_is_rather_computed_is_not_said_to_be_coming(quiet):
+    side = side_of(32, threshold=6 * BLOCK)
+    store(side)
+    other = None if quiet else side.save_order("other", [9, *TOKENS], 0, 5 * BLOCK, [TABLE])
+    match = side.match(TOKENS[: 5 * BLOCK + 1])
+    assert (match.tokens, match.miss, match.coming) == (0, MissReason.BELOW_THRESHOLD, 0)
+    assert side.match([9, *TOKENS]).coming == 0
+    if other is not None:
+        more = side.save_order("more", [9, *TOKENS], 5 * BLOCK, 8 * BLOCK, [TABLE])
+        assert side.match([9, *TOKENS]).coming == 8 * BLOCK
+        for save in (other, more):
+            side.settle(saved(save))
+        assert side.match([9, *TOKENS]).tokens == 8 * BLOCK
 
 
 def test_a_save_that_failed_on_one_rank_is_never_visible():

@@ -30,7 +30,7 @@ from layercast.flow.orders import (
 )
 from layercast.observe.receipts import MissReason
 from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode
-from layercast.plan.prefix import usable_prefix
+from layercast.plan.prefix import Usable, usable_prefix
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
 
@@ -45,7 +45,7 @@ class Match(msgspec.Struct, frozen=True):
 
     tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
     beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. miss: why tokens is 0.
-    coming: usable leading tokens once the saves under way have landed, at least `tokens`.
+    coming: usable leading tokens once the saves under way have landed, if these are more and worth a load; else 0.
     """
 
     tokens: int
@@ -150,26 +150,29 @@ class SchedulerSide:
             keys = self._names_of(tokens, extras, request)
         except NotCacheable:
             return Match(0, nothing, nothing, NO_HIT, MissReason.NOT_CACHEABLE)
-        present = [self.directory.present(group, named) for group, named in enumerate(keys)]
-        usable = usable_prefix(self.specs, present, len(tokens), local_tokens=local_tokens)
-        if spare_last and usable.tokens > local_tokens:
-            most = usable.tokens - lcm(*(spec.block_size for spec in self.specs))
-            usable = usable_prefix(self.specs, present, max(0, most) + 1, local_tokens=min(local_tokens, max(0, most)))
-        coming = usable.tokens
-        if not self.directory.quiet:
-            soon = [self.directory.coming(group, named) for group, named in enumerate(keys)]
-            coming = usable_prefix(self.specs, soon, len(tokens), local_tokens=local_tokens).tokens
-        hit = max(0, usable.tokens - local_tokens)
-        if hit == 0:
-            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), coming)
+
+        def usable_of(has: Sequence[Sequence[bool]]) -> Usable:
+            most = usable_prefix(self.specs, has, len(tokens), local_tokens=local_tokens)
+            if not spare_last or most.tokens <= local_tokens:
+                return most
+            end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
+            return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
+
+        here, later = self.directory.present, self.directory.coming
+        usable = usable_of([here(*named) for named in enumerate(keys)])
+        soon = 0 if self.directory.quiet else usable_of([later(*named) for named in enumerate(keys)]).tokens
+        if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
+            soon = 0
+        if (hit := max(0, usable.tokens - local_tokens)) == 0:
+            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), soon)
         nbytes, rest = self.chooser.nbytes(usable.needed), len(tokens) - usable.tokens
         rest = rest if most_rest is None else min(rest, most_rest)
         decision = self.chooser.decide(Hit(hit, nbytes, rest), company)
         if decision.mode is Mode.RECOMPUTE:
             short = hit < self.config.kv_recompute_threshold
             why = MissReason.BELOW_THRESHOLD if short else MissReason.FASTER
-            return Match(0, nothing, keys, decision, why, coming)
-        return Match(usable.tokens, usable.needed, keys, decision, None, coming, nbytes)
+            return Match(0, nothing, keys, decision, why, soon)
+        return Match(usable.tokens, usable.needed, keys, decision, None, soon, nbytes)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.

@@ -129,9 +129,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._forwards.company(request.request_id, self.tracked),
             self._forwards.most_tokens,
         )
-        coming = match.coming > max(match.tokens, num_computed_tokens)
-        rising = self._side.rising(request.request_id, coming)
-        if (coming or rising) and self._may_wait(known, rising):
+        rising = self._side.rising(request.request_id, bool(match.coming))
+        if (match.coming or rising) and self._may_wait(known, rising):
             return None, False
         known.match, known.miss, known.local = match, match.miss, num_computed_tokens
         if self._side.backing.fetched(request.request_id):
