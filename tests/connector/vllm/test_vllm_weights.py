@@ -105,3 +105,20 @@ def test_a_folder_without_weights_is_refused(path):
     (path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="disk_path"):
         digest(path)
+
+
+def test_kv_on_disk_is_named_after_the_longest_context_too(path):
+    """Phi-3's long rope has other factors, and so other keys, from a length on."""
+    from layercast.connector.vllm.registration import _lasting_names
+
+    def names(tokens):
+        model = SimpleNamespace(
+            model=str(path), hf_config=transformers.AutoConfig.from_pretrained(path), max_model_len=tokens
+        )
+        load = SimpleNamespace(load_format="auto", download_dir=None)
+        return _lasting_names(
+            SimpleNamespace(model_config=model, load_config=load, speculative_config=None, cache_config=None)
+        )
+
+    assert names(4096) == names(4096)
+    assert names(4096) != names(4097)

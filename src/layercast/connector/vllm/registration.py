@@ -114,12 +114,15 @@ def register(
 
 
 def _lasting_names(config: VllmConfig) -> tuple[str, str]:
-    """What names the weights, a draft's too, wherever they lie, and what computes with them."""
+    """What names the weights, a draft's too, wherever they lie, and what computes with them.
+
+    Some models scale positions, or attention, by the longest context they are started for.
+    """
     if getattr(config.cache_config, "calculate_kv_scales", False):  # a setting of older versions
         raise UnsupportedModel(
             "calculate_kv_scales: KV scaled by the first prompt is no other process's; unset disk_path"
         )
-    return weights_digest(config), f"vllm {VERSION}"
+    return weights_digest(config), f"vllm {VERSION} for {config.model_config.max_model_len} tokens"
 
 
 def _is_draft(config: VllmConfig, name: str) -> bool:
