@@ -265,3 +265,12 @@ def test_leases_end_by_the_clock_of_the_store(folder):
     clock.advance(LEASE_S)
     put(store, 2, size=CAPACITY)
     assert there(store, 1, 2) == [False, True]
+
+
+def test_an_unfinished_file_that_may_not_be_opened_to_write_is_nobodys_trouble(folder):
+    """As on a disk that a consumer may only read; root may open any file to write, but no folder."""
+    put(FolderStore(folder, CAPACITY), 1)
+    unfinished = file_of(folder, 1).with_name(f"{key(2).hex()}.0{UNFINISHED}")
+    unfinished.mkdir()
+    assert get(FolderStore(folder, CAPACITY), 1) == content(1, 1024)
+    unfinished.rmdir()

@@ -246,14 +246,17 @@ def _key(name: str) -> bytes | None:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove an unfinished file unless its writer lives, and so holds its lock; one just begun may be lost to this."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        with suppress(OSError):
+    """Remove an unfinished file unless its writer lives, and so holds its lock; one just begun may be lost to this.
+
+    Where only reading is allowed it stays.
+    """
+    with suppress(OSError):
+        file = os.open(path, os.O_RDWR)
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
-    finally:
-        os.close(file)
+        finally:
+            os.close(file)
 
 
 def _typed(error: OSError, folder: Path) -> LayercastError:
