@@ -1,5 +1,7 @@
 """The scheduler side alone: many ranks report, tokens held by the engine are not loaded, and doubt spreads."""
 
+import time
+
 import pytest
 
 from layercast.config import Config
@@ -8,6 +10,7 @@ from layercast.control.scheduler import WorkerFacts
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
+from layercast.plan.policy import Company
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
 from layercast.spec.keys import Extra, ExtraKind
@@ -20,9 +23,10 @@ TOKENS = list(range(100, 100 + 8 * BLOCK + 1))
 TABLE = list(range(1, 9))
 
 
-def side_of(*slots, shared_blocks=False, threshold=0):
+def side_of(*slots, shared_blocks=False, threshold=0, lease_s=60.0):
     facts = [WorkerFacts(SPECS, IDENTITIES, (count,)) for count in slots]
-    return scheduler_side(facts, Config(kv_recompute_threshold=threshold, host_bytes=1), shared_blocks)
+    config = Config(kv_recompute_threshold=threshold, host_bytes=1, lease_s=lease_s)
+    return scheduler_side(facts, config, shared_blocks)
 
 
 def saved(order, good=True):
@@ -211,3 +215,20 @@ def test_where_an_extra_lies_inside_a_larger_block_is_part_of_its_key():
     side = scheduler_side([fact], Config(kv_recompute_threshold=0, host_bytes=1), False)
     keys = {side.match(TOKENS, {at: [Extra(ExtraKind.SALT, b"tenant")]}).keys[1][0] for at in range(4)}
     assert len(keys) == 4
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_load_in_the_background_keeps_its_slots_however_long_it_waits_behind_others(running):
+    """Inside a forward the wait is bounded; there the lease has an end, and an unverified load behind it is lost."""
+    side = side_of(8, lease_s=0.001)
+    store(side)
+    order = side.load_order("hit", side.match(TOKENS, company=Company(running)), [TABLE])
+    time.sleep(0.002)
+    other = side.save_order("other", [9, *TOKENS], 0, len(TOKENS), [TABLE])
+    assert (other is None) == bool(running)
+    (load,) = side.settle(loaded(order, verified=False)).loads
+    assert load.end is (LoadEnd.LANDED if running else LoadEnd.LOST)
+    if other is not None:
+        side.settle(saved(other))
+    assert side.idle
+    side.directory.check()

@@ -197,15 +197,18 @@ class Directory:
         self._kept[lease.id] = (lease, blocks)
         return lease
 
-    def lease(self, request: str, wanted: Sequence[Keys]) -> Lease:
+    def lease(self, request: str, wanted: Sequence[Keys], lasting: bool = False) -> Lease:
         """Hold the blocks of `wanted`, keys of each group, where they are: all of them or none.
 
-        Raises Missing with how many are absent and why.
+        lasting: until it is released. Raises Missing with how many are absent and why.
         """
         self.expire(self.clock())
-        lease, blocks = self._pinned(request, wanted, self.clock() + self._lease_s)
-        self._leases[lease.id] = (lease, blocks)
-        self._counts["hits"] += sum(map(len, blocks))
+        if lasting:
+            lease = self.keep(request, wanted)
+        else:
+            lease, blocks = self._pinned(request, wanted, self.clock() + self._lease_s)
+            self._leases[lease.id] = (lease, blocks)
+        self._counts["hits"] += sum(map(len, lease.slots))
         return lease
 
     def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> tuple[Lease, list[list[Block]]]:

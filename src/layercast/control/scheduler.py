@@ -158,8 +158,7 @@ class SchedulerSide:
             end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
-        here, later = self.directory.present, self.directory.coming
-        usable = usable_of([here(*named) for named in enumerate(keys)])
+        usable, later = usable_of([self.directory.present(*named) for named in enumerate(keys)]), self.directory.coming
         soon = 0 if self.directory.quiet else usable_of([later(*named) for named in enumerate(keys)]).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
@@ -177,7 +176,8 @@ class SchedulerSide:
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.
 
-        Blocks of a window group for which the engine has no memory have left the window, and are not loaded.
+        Blocks of a window group for which the engine has no memory have left the window, and are not loaded. The lease
+        of a load in the background lasts: nothing may prove it lost once it is said to have come.
         """
         if not match.tokens:
             return None
@@ -188,7 +188,7 @@ class SchedulerSide:
         wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, needed, strict=True)]
         blocks = [tuple(_block(table, i) for i in indices) for table, indices in zip(tables, needed, strict=True)]
         try:
-            lease = self.directory.lease(request, wanted)
+            lease = self.directory.lease(request, wanted, lasting=match.decision.parked)
         except Missing:
             return None
         pairs = tuple(BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots)
