@@ -1,4 +1,5 @@
 import sys
+import threading
 import tracemalloc
 
 import numpy as np
@@ -57,4 +58,26 @@ def test_a_mover_whose_thread_has_ended_by_itself_says_so(make):
     with pytest.raises(BrokenInvariant):
         flight.wait(5)
     assert "restart the engine" in mover.halted
+    mover.close(5)
+
+
+def test_what_is_done_aside_is_done_in_its_turn_on_the_thread_that_copies():
+    mover, seen = CpuMover(), []
+    for number in range(3):
+        mover.aside(lambda number=number: seen.append((number, threading.current_thread().name)), seen.append)
+    mover.close(5)
+    assert seen == [(0, "layercast-move"), None, (1, "layercast-move"), None, (2, "layercast-move"), None]
+    mover.aside(lambda: seen.append("never"), seen.append)
+    assert isinstance(seen.pop(), Refused)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_was_to_be_done_aside_fails_by_itself_and_all_of_it_with_the_thread():
+    mover, ends, started = CpuMover(), [], threading.Event()
+    mover.aside(lambda: 1 / 0, ends.append)
+    mover.aside(lambda: started.wait(5) and sys.exit(), ends.append)
+    mover.aside(lambda: None, ends.append)
+    started.set()
+    mover._line._thread.join(5)
+    assert [type(end) for end in ends] == [ZeroDivisionError, BrokenInvariant, BrokenInvariant]
     mover.close(5)

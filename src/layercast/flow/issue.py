@@ -73,8 +73,8 @@ class Issuer:
         self._loads: DeadlineQueue[Batch] = DeadlineQueue()
         self._saves: deque[Batch] = deque()
         self._in_flight = 0
-        self._behind: set[Batch] = set()
-        """Those in flight that no forward waits for."""
+        self._behind: set[object] = set()
+        """Those in flight that no forward waits for, and what is being prepared."""
         self._pumping = False
         self.peak_in_flight = 0
 
@@ -98,6 +98,20 @@ class Issuer:
             self._saves.extend(batches)
         self._pump()
 
+    def aside(self, call: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
+        """Let the mover's thread prepare and add batches; `lost(error)` if it can't. What it adds is waited for."""
+        with self._lock:
+            self._behind.add(call)
+
+        def ended(error: BaseException | None) -> None:
+            if error is not None:
+                lost(error)
+            with self._lock:
+                self._behind.discard(call)
+                self._lock.notify_all()
+
+        self._mover.aside(call, ended)
+
     def drop(self, owner: str) -> list[Batch]:
         """Take back what is still queued for a load or save; what is in flight goes on."""
         with self._lock:
@@ -109,7 +123,7 @@ class Issuer:
 
     def wait_idle(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
-        self.wait_until(lambda: not (self._in_flight or self._loads or self._saves), timeout_s)
+        self.wait_until(lambda: not (self._behind or self._in_flight or self._loads or self._saves), timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Block until something that ended batches bring about holds. Raises DeadlineExceeded."""

@@ -246,10 +246,12 @@ class SaveRun:
         """Layers that no hook has announced, ascending."""
         return sorted(self.layers - self._written)
 
-    def queue(self, batches: Sequence[Batch]) -> None:
-        """Take note of batches that must end before their layers are covered."""
+    def queue(self, batches: Sequence[Batch]) -> bool:
+        """Take note of batches that must end before their layers are covered; False: it is over, don't submit them."""
         with self._lock:
-            self._left.update(batches)
+            if self.error is None:
+                self._left.update(batches)
+            return self.error is None
 
     def submitted(self, batch: Batch, last: Flight) -> None:
         """Nothing waits for a save."""

@@ -21,6 +21,9 @@ from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
 
+Ready = tuple[SaveRun, Sequence[int], Flight]
+"""A save, layers that are written, and what their copies wait for."""
+
 
 class Outbound(Protocol):
     """Where pushes go."""
@@ -164,9 +167,9 @@ class Worker:
         if self.tier is not None:
             self.tier.wait(timeout_s)
 
-    def quiet_failed(self, timeout_s: float) -> None:
-        """Block until no copy of a load that has failed is in flight. Raises DeadlineExceeded."""
-        failed = [run for run in self._loads if run.end is not None]
+    def quiet_failed(self, timeout_s: float, loads: Sequence[LoadRun] | None = None) -> None:
+        """Block until no copy of a load that has failed (of `loads`; None: of any) is in flight. Raises DeadlineExceeded."""
+        failed = [run for run in (self._loads if loads is None else loads) if run.end is not None]
         if failed:
             self.issuer.wait_until(lambda: all(run.settled for run in failed), timeout_s)
 
@@ -216,6 +219,11 @@ def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
         run.submitted(batch, flight)
 
 
+def _give_up(ready: Sequence[Ready], error: BaseException) -> None:
+    for save, _, _ in ready:
+        save.give_up(error)
+
+
 class LayerStep:
     """One forward of a worker (see `flow.step.Step`)."""
 
@@ -225,8 +233,8 @@ class LayerStep:
         self._loads = loads
         self._saves = saves
         self._kept: list[tuple[PushOrder, int]] = []
-        self._ready: list[tuple[SaveRun, Sequence[int], Flight]] = []
-        """What a mover of whole steps is handed at the end: saves, their layers, and what these wait for."""
+        self._ready: list[Ready] = []
+        """What a mover of whole steps is handed at the end."""
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
@@ -238,8 +246,10 @@ class LayerStep:
 
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
-        self._waited.add(layer)
         timeline = self._worker.timeline
+        if not self._loads and not timeline.on:
+            return
+        self._waited.add(layer)
         if timeline.on:
             self._computed()
         blocked, late = self._worker.gates.wait(layer, self._timeout_s)
@@ -291,15 +301,24 @@ class LayerStep:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Issue what is ready to be saved, in the order in which it was written."""
+        """Have what is ready to be saved issued: the forward's thread, cold from its layers, would be slow at it."""
         ready, self._ready = self._ready, []
+        if ready:
+            self._worker.issuer.aside(lambda: self._issue(ready), lambda error: _give_up(ready, error))
+
+    def _issue(self, ready: Sequence[Ready]) -> None:
+        """Issue saves in the order in which they were written."""
         every: list[Batch] = []
         for save in dict.fromkeys(save for save, _, _ in ready if save.error is None):
             written = [(window, after) for other, window, after in ready if other is save]
             batches = self._worker.ways.save_batches(save, written)
-            save.queue(batches)
-            every += batches
+            if save.queue(batches):
+                every += batches
         self._worker.issuer.add_saves(sorted(every, key=lambda batch: batch.layers[0]))
+
+    def quiet_failed(self, timeout_s: float) -> None:
+        """Block until no copy into a block that this forward has read in vain is in flight. Raises DeadlineExceeded."""
+        self._worker.quiet_failed(timeout_s, self._loads)
 
     @property
     def reads(self) -> tuple[LoadOrder | ReceiveOrder, ...]:

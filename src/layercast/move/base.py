@@ -97,6 +97,11 @@ class Mover(ABC):
             failed.fail(error)
             return failed
 
+    def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """Run `call` soon, then `then(its error)`; on the mover's own thread, where it has one for such."""
+        call()
+        then(None)
+
     @property
     @abstractmethod
     def staging_bytes(self) -> int:
@@ -125,6 +130,10 @@ class MoverOver(Mover):
     def mark(self) -> Flight:
         """The other's mark."""
         return self._mover.mark()
+
+    def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """On the other's thread."""
+        self._mover.aside(call, then)
 
     @property
     def staging_bytes(self) -> int:

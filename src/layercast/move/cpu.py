@@ -3,7 +3,7 @@
 Does not know what the bytes mean, nor how pieces are copied fast (see raw).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layercast.move.base import DigestFlight, Flight, Mover
 from layercast.move.flights import HostDigestFlight, HostFlight, landed
@@ -17,6 +17,7 @@ class CpuMover(Mover):
 
     def __init__(self) -> None:
         self._line = Line("layercast-move")
+        self._landed = landed()
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> HostFlight:
         """Copy `pieces` once every flight in `after` has landed. Raises Refused once closed."""
@@ -37,7 +38,11 @@ class CpuMover(Mover):
 
     def mark(self) -> Flight:
         """A flight that has landed: the caller's writes are done when it calls."""
-        return landed()
+        return self._landed
+
+    def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """On the thread that copies, between copies."""
+        self._line.aside(call, then)
 
     @property
     def staging_bytes(self) -> int:

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, Refused
@@ -34,6 +35,25 @@ class _Job:
                 flight.fail(error)
 
 
+@dataclass(slots=True, eq=False)
+class _Aside:
+    """Something else for the thread to do."""
+
+    call: Callable[[], None]
+    then: Callable[[BaseException | None], None]
+
+    def run(self) -> None:
+        """Do it, and say how it went."""
+        error: Exception | None = BrokenInvariant("the thread ended in the midst of it")
+        try:
+            self.call()
+            error = None
+        except Exception as raised:  # noqa: BLE001  one job's trouble is its own
+            error = raised
+        finally:
+            self.then(error)
+
+
 class Line:
     """A queue of jobs and the thread that works on it, from construction to `close`."""
 
@@ -44,7 +64,7 @@ class Line:
         self._closed = False
         self.halted = ""
         """Why nothing is run any more, if the thread has ended by itself."""
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Aside | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs, self._died), name=name, daemon=True)
         self._thread.start()
 
@@ -74,6 +94,15 @@ class Line:
                 self._enqueue(job)
         for other in foreign:
             other.then(lambda _: self._arrived(job))
+
+    def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """Run `call()` on the thread, in its turn, and then `then(its error)`. Never blocks, and never raises."""
+        with self._changed:
+            refused = self._closed
+            if not refused:
+                self._jobs.put(_Aside(call, then))
+        if refused:
+            then(Refused("this mover is closed; make a new one"))
 
     def close(self, timeout_s: float) -> None:
         """Finish every job and end the thread. Refuses new ones at once.
@@ -106,6 +135,10 @@ class Line:
             lost = [*self._queued.values(), *self._parked]
             self._parked.clear()
         error = BrokenInvariant(self.halted)
+        with suppress(queue.Empty):
+            while True:
+                if isinstance(waiting := self._jobs.get_nowait(), _Aside):
+                    waiting.then(error)
         for job in lost:
             job.fail(error)
 
@@ -130,9 +163,12 @@ class Line:
             self._changed.notify_all()
 
 
-def _work(jobs: "queue.SimpleQueue[_Job | None]", died: Callable[[], None]) -> None:
+def _work(jobs: "queue.SimpleQueue[_Job | _Aside | None]", died: Callable[[], None]) -> None:
     try:
         while (job := jobs.get()) is not None:
+            if isinstance(job, _Aside):
+                job.run()
+                continue
             try:
                 error = first_error(job.after)
                 if error is None:

@@ -10,6 +10,7 @@ Does not know devices, gates or requests.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -103,7 +104,7 @@ class DigestRanges:
     length: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockRuns:
     """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks.
 
@@ -119,6 +120,15 @@ class BlockRuns:
     def blocks(self) -> int:
         """Blocks in all runs."""
         return int(self.count.sum())
+
+    @cached_property
+    def pairs(self) -> tuple[Ints, Ints]:
+        """(source block, target block) of every block, in the order of the runs. Once for all layers."""
+        steps = np.arange(self.blocks, dtype=np.int64) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        return (
+            np.repeat(self.source, self.count) + steps,
+            np.repeat(self.target, self.count) + steps * np.repeat(self.step, self.count),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +196,7 @@ class CopyPlan:
 
     def pairs(self) -> tuple[Ints, Ints]:
         """(source block, target block) of every block, in the order of the runs."""
-        steps = np.arange(self.blocks, dtype=np.int64) - np.repeat(
-            np.cumsum(self.runs.count) - self.runs.count, self.runs.count
-        )
-        return (
-            np.repeat(self.runs.source, self.runs.count) + steps,
-            np.repeat(self.runs.target, self.runs.count) + steps * np.repeat(self.runs.step, self.runs.count),
-        )
+        return self.runs.pairs
 
     def digest_ranges(self, layer: int, *, read: Side, order: Side) -> DigestRanges:
         """Where one layer of each block lies on side `read`, ranges ordered as they lie on side `order`.

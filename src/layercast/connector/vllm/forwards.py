@@ -7,23 +7,26 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 
+from layercast.connector.vllm.tracked import Tracked
 from layercast.control.rates import Rates
 from layercast.flow.orders import LoadOrder
 from layercast.plan.policy import Company
 
 
 class Forwards:
-    """The forward to come, and those under way. most_tokens: that one takes."""
+    """The forward to come, and those under way: at most `depth`. most_tokens: that one takes."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, depth: int) -> None:
         self.most_tokens = most_tokens
         self.coming: dict[str, LoadOrder] = {}
         """Loads that were said to have come, and are not known to have ended on every rank, by request."""
         self.reading: set[str] = set()
         """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
+        self.leaving: dict[str, Tracked] = {}
+        """Requests that have ended while what became of their loads was still to be reported."""
         self._running: Collection[str] = ()
         self._nbytes = self._tokens = 0
-        self._under_way: deque[tuple[float, int]] = deque()
+        self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
         self._last_end_s = 0.0
 
     def company(self, request: str, alive: Collection[str]) -> Company:

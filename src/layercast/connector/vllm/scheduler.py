@@ -59,7 +59,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         self.outcomes: deque[LoadOutcome | SaveOutcome] = deque(maxlen=KEPT_OUTCOMES)
         """The last loads and saves to end, one entry a rank."""
         self.tracked: dict[str, Tracked] = {}
-        self._forwards = Forwards(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        scheduling = self._vllm_config.scheduler_config
+        self._forwards = Forwards(scheduling.max_num_batched_tokens, 1 + bool(scheduling.async_scheduling))
         self._tables = Tables()
         self._facts: dict[int, WorkerFacts] = {}
         self._stats = Stats()
@@ -273,9 +274,15 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not self.tracked:
             self._holds.relinquish()
         self._stats.looked_up(known.promised, known.tier, known.decision.mode, known.miss)
+        if known.loading is None:
+            self._leave_receipt(known)
+        else:
+            self._forwards.leaving[request.request_id] = known
+        return False, known.reply
+
+    def _leave_receipt(self, known: Tracked) -> None:
         receipt = msgspec.structs.replace(known.receipt, layout=self._layout)
         _log.info("receipt %s", msgspec.json.encode(receipt).decode())
-        return False, known.reply
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, where another connector has made vLLM use one group."""
@@ -301,10 +308,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             for request in settled.failed:
                 self._distrust(request)
             for load in settled.loads:
-                known = self.tracked.get(load.request)
-                if known is not None and known.loading == load.id:
-                    known.loaded = load
-                    known.loading = None if load.id in settled.ended else known.loading
+                self._loaded(load, load.id in settled.ended)
             self._holds.release(settled.ended)
             self._forwards.reading.difference_update(settled.ended)
             outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
@@ -314,6 +318,18 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._stats.staged(rank, report.staging_bytes)
             for below in report.tier:
                 self._stats.tier_ended(below)
+
+    def _loaded(self, load: LoadOutcome, over: bool) -> None:
+        """A load has ended on a rank, or over all of them."""
+        leaving = self._forwards.leaving
+        known = self.tracked.get(load.request) or leaving.get(load.request)
+        if known is None or known.order is None or known.order.id != load.id:
+            return
+        known.loaded = load
+        if over:
+            known.loading = None
+            if leaving.pop(load.request, None) is not None:
+                self._leave_receipt(known)
 
     def _distrust(self, request: str) -> None:
         """A request whose load has failed once computes."""

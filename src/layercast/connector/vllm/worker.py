@@ -143,8 +143,13 @@ class WorkerHooks(KVConnectorBase_V1):
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(None, requests whose background loads are over), for versions that tell failed ones by their blocks."""
+        """(None, requests whose background loads are over), for versions that tell failed ones by their blocks.
+
+        There vLLM recomputes into the same blocks; raises as `_end`.
+        """
         over, failed = self._over()
+        if failed:
+            self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
         self._failed_blocks.update(*(blocks for name, blocks in over.items() if name in failed))
         return None, set(over) or None
 
@@ -201,7 +206,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """
         assert self._step is not None
         self._step.judge()
-        self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
+        self._step.quiet_failed(self.config.layer_wait_ms / 1000)
         reads, ended, self._step = self._step.reads, self._step.end(), None
         news = tuple(request for request in ended.failed if request not in self._failed)
         self._note(msgspec.structs.replace(ended, failed=news))
@@ -211,7 +216,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Report the loads that the model itself has read, or should have; raises as `_end`."""
         assert self._step is not None
         failed = self._step.judge(self._target)
-        self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
+        self._step.quiet_failed(self.config.layer_wait_ms / 1000)
         self._note(self._worker.report(self._step.number, failed))
         self._fail(failed, self._step.reads)
 
