@@ -325,6 +325,20 @@ def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing():
     backing.close(5)
 
 
+def test_what_is_on_its_way_up_is_dropped_once_nobody_asks_for_it_any_more():
+    backing = backing_of(64, stored(1, 2))
+    (order,) = ordered(backing, 1)
+    backing.seek("s", keys_of(1, 2), 3 * BLOCK)
+    backing.wait(5)
+    backing.retire()
+    assert backing.orders() == ()
+    backing.settle([ended(order)], 0)
+    assert backing.directory.present(0, keys_of(1)[0]) == [False]
+    assert backing.directory.idle
+    assert not backing.busy
+    backing.close(5)
+
+
 def test_a_store_that_fails_has_nothing():
     store = stored(1)
     store.close()

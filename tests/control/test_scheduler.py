@@ -232,3 +232,14 @@ def test_a_load_in_the_background_keeps_its_slots_however_long_it_waits_behind_o
         side.settle(saved(other))
     assert side.idle
     side.directory.check()
+
+
+def test_what_was_being_saved_when_the_identity_changed_is_never_said_to_be_stored():
+    side = side_of(32)
+    side.directory.record()
+    order = side.save_order("cold", TOKENS, 0, len(TOKENS), [TABLE])
+    side.renew()
+    side.settle(saved(order))
+    assert side.directory.changes.take() == []
+    assert side.directory.room() == (32,)
+    assert side.idle

@@ -65,10 +65,11 @@ class Backing:
         return bool(self._stores)
 
     def retire(self) -> None:
-        """Look for nothing more and write nothing more behind; orders under way end as they do."""
+        """Look for nothing more and write nothing more behind; what is on its way up will be dropped."""
         for store in self._stores:
             store.close()  # looks that have not begun end at once
         self._stores = ()
+        self._searches.clear()
         self._later.clear()
 
     # ---- up ----
@@ -164,7 +165,7 @@ class Backing:
         request, left = self._fetches.pop(outcome.id)
         if left > 1:
             self._fetches[outcome.id] = request, left - 1
-        if not outcome.done:
+        if not (outcome.done and self.there):
             self.directory.revoke(outcome.id, rank)
         elif self.directory.commit(outcome.id, rank) and request in self._fetched:
             self._fetched[request] = True

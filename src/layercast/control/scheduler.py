@@ -262,19 +262,18 @@ class SchedulerSide:
             self._saving[save].doomed = True
 
     def renew(self) -> None:
-        """Give all KV to come another identity: what is stored or being saved is found no more.
+        """Give all KV to come another identity: what is stored, or on its way into the slab, is found no more.
 
         Nothing goes below the slab from now on, as nobody else knows the new identity.
         """
         self.backing.retire()
         self.directory.disown()
-        version = secrets.token_hex(8)
-        self._identities = tuple(
-            msgspec.structs.replace(
-                identity, weights_version=f"{identity.weights_version.split(RENEWED)[0]}{RENEWED}{version}"
-            )
-            for identity in self._identities
-        )
+        for save in self._saving:
+            self.doom(save)
+        end = f"{RENEWED}{secrets.token_hex(8)}"
+        versions = [identity.weights_version.split(RENEWED)[0] + end for identity in self._identities]
+        pairs = zip(self._identities, versions, strict=True)
+        self._identities = tuple(msgspec.structs.replace(one, weights_version=version) for one, version in pairs)
         self._names.clear()
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
