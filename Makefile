@@ -44,7 +44,7 @@ format: ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 bench: ## the project's figures, as JSON (bench/)
-	@$(BOOTSTRAP) demo test
+	@$(BOOTSTRAP) demo test vllm
 	@for file in bench/bench_*.py; do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
 
 clean: ## remove the environment, caches and what the demo wrote

@@ -113,10 +113,14 @@ class Ways:
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
         """The copies of a save in the windows that have been written, each ordered behind its flight."""
+        if not save.shares:  # once for all windows of the step
+            windows = windows_of(self.layers, self.config.layerwise_window)
+            firsts = [window[0] for window in windows]
+            save.shares = [dict(zip(firsts, self._shares(plan, windows), strict=True)) for _, plan in save.plans]
         batches: list[Batch] = []
-        for group, plan in save.plans:
-            shares = self._shares(plan, [window for window, _ in written])
-            for (mine, found), (_, after) in zip(shares, written, strict=True):
+        for (group, plan), shares in zip(save.plans, save.shares, strict=True):
+            for window, after in written:
+                mine, found = shares[window[0]]
                 if not mine:
                     continue
                 *parts, end = found

@@ -18,7 +18,7 @@ from layercast.flow.issue import Batch
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome, ReceiveOrder, SaveOrder, SaveOutcome
 from layercast.move.base import DigestFlight, Digests, Flight
 from layercast.observe.timeline import SpanKind
-from layercast.plan.pieces import CopyPlan
+from layercast.plan.pieces import CopyPlan, Pieces
 
 Ints = npt.NDArray[np.int64]
 
@@ -223,6 +223,8 @@ class SaveRun:
     plans: list[tuple[int, CopyPlan]]
     store: Sequence[Digests]
     places: dict[Batch, tuple[tuple[int, int, Ints], ...]] = field(default_factory=dict)
+    shares: list[dict[int, tuple[tuple[int, ...], list[Pieces]]]] = field(default_factory=list)
+    """For each plan, first layer of a window to the layers that the plan has of it and the pieces of each batch."""
     error: BaseException | None = None
     swept: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

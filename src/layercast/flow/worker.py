@@ -168,7 +168,7 @@ class Worker:
             self.tier.wait(timeout_s)
 
     def quiet_failed(self, timeout_s: float, loads: Sequence[LoadRun] | None = None) -> None:
-        """Block until no copy of a load that has failed (of `loads`; None: of any) is in flight. Raises DeadlineExceeded."""
+        """Block until no copy of a load that has failed (of these, or of any) is in flight. Raises DeadlineExceeded."""
         failed = [run for run in (self._loads if loads is None else loads) if run.end is not None]
         if failed:
             self.issuer.wait_until(lambda: all(run.settled for run in failed), timeout_s)

@@ -101,7 +101,9 @@ def main(folder):
     facts["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
     facts["after_reset"] = engine.run(long)
     facts["after_reset_again"] = engine.run(long)
+    facts["single"] = engine.run(long, tokens=1)
     facts["drained"] = engine.drain()
+    facts["last_receipt"] = receipts_in(receipts.getvalue().splitlines(), "")[-1].sentence
     facts["after_all"] = [replayed(published), [key.hex() for key in engine.side.match(long).keys[0]]]
     facts["metrics"] = [
         [metric.name, metric.labels, metric.value]

@@ -129,6 +129,11 @@ def test_every_request_leaves_a_receipt_in_the_log(facts):
     assert len(facts["receipts"]) >= 17
 
 
+def test_the_receipt_of_a_single_token_says_what_became_of_its_load(facts):
+    assert facts["single"]["loads"] == HIT
+    assert "192 loaded from host, layerwise (393,216 bytes, 4 layers" in facts["last_receipt"]
+
+
 def test_nothing_is_left(facts):
     assert facts["drained"] == facts["lora_drained"]
     assert facts["drained"]["idle"]
