@@ -26,6 +26,9 @@ from layercast.flow.orders import LoadEnd, LoadOrder, ReceiveOrder, StepOrders, 
 from layercast.flow.worker import LayerStep, Worker
 from layercast.observe.timeline import OFF, Timeline
 
+STUCK_S = 10.0
+"""Longest wait for a copy that nobody needs any more, and whose target is about to be written by others."""
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -149,7 +152,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """
         over, failed = self._over()
         if failed:
-            self._worker.quiet_failed(self.config.layer_wait_ms / 1000)
+            self._worker.quiet_failed(STUCK_S)
         self._failed_blocks.update(*(blocks for name, blocks in over.items() if name in failed))
         return None, set(over) or None
 
@@ -199,14 +202,14 @@ class WorkerHooks(KVConnectorBase_V1):
             self._awaited.update((load.request, _blocks(load)) for load in orders.background)
 
     def _end(self) -> None:
-        """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in `layer_wait_ms`.
+        """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in STUCK_S.
 
         vLLM recomputes a failed load into the same blocks, so a copy that came late must not land in them any more:
         better no engine than wrong text.
         """
         assert self._step is not None
         self._step.judge()
-        self._step.quiet_failed(self.config.layer_wait_ms / 1000)
+        self._step.quiet_failed(STUCK_S)
         reads, ended, self._step = self._step.reads, self._step.end(), None
         news = tuple(request for request in ended.failed if request not in self._failed)
         self._note(msgspec.structs.replace(ended, failed=news))
@@ -216,7 +219,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Report the loads that the model itself has read, or should have; raises as `_end`."""
         assert self._step is not None
         failed = self._step.judge(self._target)
-        self._step.quiet_failed(self.config.layer_wait_ms / 1000)
+        self._step.quiet_failed(STUCK_S)
         self._note(self._worker.report(self._step.number, failed))
         self._fail(failed, self._step.reads)
 
