@@ -62,10 +62,17 @@ def test_what_has_no_digest_is_not_cacheable(changes):
         extras_of(request(**changes), Adapters(), 16)
 
 
-def test_an_adapter_s_digest_follows_its_files(tmp_path):
-    adapters, lora = Adapters(), SimpleNamespace(lora_name="x", lora_path=str(tmp_path), load_inplace=False)
+def test_an_adapter_s_digest_follows_its_files_if_it_is_loaded_anew(tmp_path):
+    """Under the number that it had, vLLM goes on with the weights that it has loaded."""
+
+    def lora(number):
+        return SimpleNamespace(lora_name="x", lora_int_id=number, lora_path=str(tmp_path), load_inplace=False)
+
+    adapters = Adapters()
     (tmp_path / "weights").write_bytes(b"one")
-    first = adapters.digest(lora)
-    assert adapters.digest(lora) == first
+    first = adapters.digest(lora(1))
+    assert adapters.digest(lora(1)) == first
     (tmp_path / "weights").write_bytes(b"other")
-    assert adapters.digest(lora) != first
+    with pytest.raises(NotCacheable, match="have changed"):
+        adapters.digest(lora(1))
+    assert adapters.digest(lora(2)) != first

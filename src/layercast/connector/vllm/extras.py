@@ -16,14 +16,23 @@ from layercast.spec.keys import Extra, ExtraKind
 READ_BYTES = 1 << 20
 
 
+Files = tuple[tuple[str, int, int], ...]
+"""Path, bytes and time of change of each."""
+
+
 class Adapters:
     """Digests of adapters' files, each read once for as long as it does not change."""
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[tuple[str, int, int], ...], bytes] = {}
+        self._digests: dict[Files, bytes] = {}
+        self._first: dict[int, Files] = {}
+        """What an adapter's files were when it was first used, by vLLM's number of it."""
 
     def digest(self, adapter: LoRARequest) -> bytes:
-        """Digest of an adapter's files. Raises NotCacheable where there is no local folder to read."""
+        """Digest of an adapter's files. Raises NotCacheable where they can't be read, or may not be what was loaded.
+
+        vLLM loads a number once, and again when it has had to drop it.
+        """
         folder = Path(adapter.lora_path)
         if not adapter.lora_path or not folder.is_dir():
             raise NotCacheable(f"adapter {adapter.lora_name!r}: {adapter.lora_path!r} is no local folder to digest")
@@ -33,6 +42,10 @@ class Adapters:
             )
         files = sorted(path for path in folder.iterdir() if path.is_file())
         facts = tuple((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files)
+        if self._first.setdefault(adapter.lora_int_id, facts) != facts:
+            raise NotCacheable(
+                f"adapter {adapter.lora_name!r}: its files have changed since it was loaded; load it again, as another"
+            )
         if facts not in self._digests:
             whole = sha256()
             for path in files:
