@@ -408,6 +408,27 @@ def test_slots_that_are_written_behind_are_not_handed_out():
     backing.close(5)
 
 
+def test_nobody_waits_for_what_comes_up_for_another_prompt(folder):
+    fill(folder)
+    held = threading.Event()
+    with driver(disk_path=str(folder)) as drive:
+        drive.pool.worker.tier._fetching.submit(held.wait, 30)
+        while not drive.pool.backing.fetching:
+            assert drive.pool.bringing("ours", TOKENS)
+            drive.pool.backing.wait(5)
+        asked = 1
+        while drive.pool.bringing("other", [9, *TOKENS]):
+            drive.pool.backing.wait(5)
+            asked += 1
+        assert asked <= 2
+        assert drive.pool.bringing("ours", TOKENS)
+        assert drive.pool.bringing("alike", TOKENS[: 4 * BLOCK + 1])
+        held.set()
+        drive.drain()
+        assert not drive.pool.bringing("ours", TOKENS)
+        assert drive.pool.match(TOKENS).tokens == 8 * BLOCK
+
+
 def test_no_thread_is_left(folder):
     before = {thread.name for thread in threading.enumerate()}
     descriptors = len(os.listdir("/proc/self/fd"))

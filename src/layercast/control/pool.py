@@ -60,7 +60,7 @@ class Pool(SchedulerSide):
             self.seek(request, tokens, extras)
         self._pass_on()
         late = self.directory.clock() > self._asked_s[request] + self.config.layer_wait_ms / 1000
-        return not late and self.rising(request, coming=True)
+        return not late and self.rising(request, bool(self.match(tokens, extras, request=request).coming))
 
     def brought_up(self, request: str) -> bool:
         """Whether blocks have come from below the slab for a live request."""
