@@ -127,10 +127,9 @@ def hooks_of(engine: Engine, prompt: list[int]) -> dict[str, float]:
     engine.drain()
     layers = len(worker.ways.layers)
     each = {name: seconds / layers * 1e6 for name, seconds in spent.items()}
-    return each | {
-        "waited": sum(waits.values()) / layers * 1e6,
-        "all": sum(each.values()) - sum(waits.values()) / layers * 1e6,
-    }
+    waited = sum(waits.values()) / layers * 1e6
+    in_layers = sum(each.get(name, 0.0) for name in LAYER_HOOKS) - waited
+    return each | {"waited": waited, "in_layers": in_layers, "all": sum(each.values()) - waited}
 
 
 @contextmanager
@@ -245,8 +244,10 @@ def main() -> None:
         both = [*prefix, *(draw.randrange(100, 40_000) for _ in range(BLOCK + REST))]
         loading.append(hooks_of(engine, both))
     for name, runs in {"saves": saving, "loads_and_saves": loading}.items():
-        results[f"hooks_us_a_layer_with_{name}"] = spread([run["all"] for run in runs]) | {
-            "parts": {part: round(median(run.get(part, 0.0) for run in runs), 2) for part in runs[-1]}
+        results[f"hooks_us_a_layer_with_{name}"] = {
+            "layer_hooks": spread([run["in_layers"] for run in runs]),
+            "with_begin_and_end_of_step": spread([run["all"] for run in runs]),
+            "parts": {part: round(median(run.get(part, 0.0) for run in runs), 2) for part in runs[-1]},
         }
     write(options.json, results)
     results["hit_over_cold"] = {"hit_tokens": HIT, "new_tokens": REST, **paired(hit, cold, options.pairs)}

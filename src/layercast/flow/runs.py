@@ -242,7 +242,7 @@ class SaveRun:
         if layer in self._written or layer not in self.layers or self.error is not None:
             return False
         self._written.add(layer)
-        return self.layers.intersection(window) <= self._written
+        return len(window) == 1 or self.layers.intersection(window) <= self._written
 
     def missing(self) -> list[int]:
         """Layers that no hook has announced, ascending."""

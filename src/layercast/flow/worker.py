@@ -21,6 +21,8 @@ from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
 
+HANDED_OVER = 8
+"""Saved windows handed over at a time: to wake the thread that copies costs the forward more than all the rest."""
 Ready = tuple[SaveRun, Sequence[int], Flight]
 """A save, layers that are written, and what their copies wait for."""
 
@@ -234,7 +236,7 @@ class LayerStep:
         self._saves = saves
         self._kept: list[tuple[PushOrder, int]] = []
         self._ready: list[Ready] = []
-        """What a mover of whole steps is handed at the end."""
+        """What is to be handed over; all that a mover of whole steps gets is, at the end."""
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
@@ -297,7 +299,7 @@ class LayerStep:
         if ready:
             after = self._worker.mover.mark()
             self._ready += [(save, window, after) for save in ready]
-            if not self._worker.mover.whole_steps:
+            if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
                 self._hand_over()
 
     def _hand_over(self) -> None:

@@ -142,6 +142,8 @@ class CopyPlan:
     runs: BlockRuns
     columns: dict[int, Columns]
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    hashed: dict[tuple[Side, Side], DigestRanges] = field(default_factory=dict, compare=False, repr=False)
+    """What the first layer's digests cover, once asked for; other layers lie `shifts` away."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -203,6 +205,16 @@ class CopyPlan:
 
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
+        if not self.shifts:
+            return self._digest_ranges(layer, read, order)
+        first, shift = next(iter(self.columns)), self.shifts[layer][0 if read == "source" else 1]
+        if (read, order) not in self.hashed:
+            self.hashed[read, order] = self._digest_ranges(first, read, order)
+        alike = self.hashed[read, order]
+        shift -= self.shifts[first][0 if read == "source" else 1]
+        return DigestRanges(alike.address + shift, alike.length) if shift else alike
+
+    def _digest_ranges(self, layer: int, read: Side, order: Side) -> DigestRanges:
         columns = self.columns[layer]
         rank = np.argsort(columns.source if order == "source" else columns.target, kind="stable")
         source, target = self.pairs()
