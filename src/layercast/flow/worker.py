@@ -295,12 +295,13 @@ class LayerStep:
 
     def _save(self, layer: int) -> None:
         window = self._worker.window_of[layer]
-        ready = [save for save in self._saves if save.completes(layer, window)]
-        if ready:
-            after = self._worker.mover.mark()
-            self._ready += [(save, window, after) for save in ready]
-            if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
-                self._hand_over()
+        after: Flight | None = None
+        for save in self._saves:
+            if save.completes(layer, window):
+                after = after or self._worker.mover.mark()
+                self._ready.append((save, window, after))
+        if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
+            self._hand_over()
 
     def _hand_over(self) -> None:
         """Have what is ready to be saved issued: the forward's thread, cold from its layers, would be slow at it."""
