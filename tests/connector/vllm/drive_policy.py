@@ -149,9 +149,9 @@ def unscheduled(engine, ids, short):
     known = next(known for name, known in engine.connector.tracked.items() if name.startswith("away"))
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     while not known.failed:
-        llm.step()
-        if engine.connector._forwards.coming and held:
+        if engine.connector._forwards.coming and held:  # before the step that would wait for it
             held.pop().land()
+        llm.step()
     troubles.undo[0]()
     run |= {"failed": known.failed, "mode": known.decision.mode, "status": known.request.status.name}
     llm.abort_request(["away", "talk-away"])
