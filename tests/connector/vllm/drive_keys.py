@@ -70,6 +70,15 @@ def stored(engine):
     return sorted(key.hex() for key in engine.side.directory._shelves[0].stored)
 
 
+def eight_bit(path, ids, kind):
+    """A hit where the cache has a byte an element, and the key of its first block."""
+    engine = Engine(path, kv_cache_dtype=kind)
+    cold, hit = engine.run(ids), engine.run(ids)
+    found = [cold["replies"][0]["tokens"] == hit["replies"][0]["tokens"], hit["loads"], engine.loaded_bytes()]
+    key = engine.side.match(ids).keys[0][0].hex()
+    return [*found, key, engine.close()]
+
+
 def main(folder):
     path, long, facts = model(folder, "llama"), prompt(1, 200), {}
     logger = logging.getLogger("layercast")
@@ -120,6 +129,7 @@ def main(folder):
     facts["renamed"] = lora.run(long, lora=renamed)
     facts["lora_drained"] = lora.drain()
     facts["lora_threads"] = lora.close()
+    facts["small"] = [eight_bit(path, long, kind) for kind in ("fp8", "fp8_e5m2")]
     facts["block"] = BLOCK
     tell(facts)
 

@@ -134,6 +134,15 @@ def test_the_receipt_of_a_single_token_says_what_became_of_its_load(facts):
     assert "192 loaded from host, layerwise (393,216 bytes, 4 layers" in facts["last_receipt"]
 
 
+def test_a_cache_of_eight_bits_is_loaded_byte_by_byte_and_each_kind_has_its_own_names(facts):
+    nbytes = 6 * BLOCK_BYTES // 4
+    keys = {facts["keys"][0]}
+    for equal, loads, moved, key, threads in facts["small"]:
+        assert (equal, loads, moved, threads) == (True, [["landed", True, nbytes, 4, 0]], nbytes, [])
+        keys.add(key)
+    assert len(keys) == 3
+
+
 def test_nothing_is_left(facts):
     assert facts["drained"] == facts["lora_drained"]
     assert facts["drained"]["idle"]
