@@ -107,7 +107,9 @@ def _print_checks(checks: "tuple[Check, ...]") -> None:
 @app.command()
 def why(
     request: Annotated[str, typer.Argument(help="The request's id, or how it begins.")],
-    log: Annotated[Path, typer.Argument(help="The engine's log, at level INFO for `layercast`.", exists=True)],
+    log: Annotated[
+        Path, typer.Argument(help="The engine's log, at level INFO for `layercast`.", exists=True, dir_okay=False)
+    ],
 ) -> None:
     """What the pool did for a request, or why it did nothing: its receipts in an engine's log."""
     from layercast.observe.receipts import receipts_in

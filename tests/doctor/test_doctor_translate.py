@@ -156,3 +156,15 @@ def test_every_key_is_spoken_of_once(name, extra):
         {"kv_connector": name, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra | known}
     )
     assert sorted(check.name for check in found.checks) == sorted(extra | known)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"kv_connector": "NixlConnector", "kv_connector_extra_config": [1]}])
+def test_what_holds_no_settings_is_told_as_such(theirs):
+    with pytest.raises(BadSetting, match="settings"):
+        translate(theirs)
+
+
+def test_a_file_that_is_no_text_is_told_as_such(tmp_path):
+    (tmp_path / "lmcache.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(BadSetting, match="can't be read as text"):
+        read(tmp_path / "lmcache.yaml")

@@ -130,14 +130,14 @@ def read(path: Path) -> dict[str, Any]:
     """The settings in a JSON or flat YAML file. Raises BadSetting."""
     try:
         text = path.read_text()
-    except OSError as error:
-        raise BadSetting(f"{path}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path} can't be read as text ({error}); name a JSON or YAML file of settings") from error
     if not text.lstrip().startswith("{"):
         return _flat(text)
     try:
         found: dict[str, Any] = json.loads(text)
     except ValueError as error:
-        raise BadSetting(f"{path}: {error}") from error
+        raise BadSetting(f"{path} is no valid JSON ({error}); mend it there") from error
     return found
 
 
@@ -168,11 +168,15 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
 def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Mapping[str, Any]]]:
     """(name, table, settings) of each connector that is meant."""
     extra = theirs.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise BadSetting(f"kv_connector_extra_config = {_shown(extra)}: it should be a table of settings")
     name = theirs.get("kv_connector")
     if name == "MultiConnector":
         return [part for child in extra.get("connectors", ()) for part in _parts(child)]
     if name is None:
         inner = theirs if "kv_connector_extra_config" not in theirs else extra
+        if not inner:
+            raise BadSetting("no settings are in it; name a file of AscendStore, LMCache or NIXL settings")
         name, table = max(TELLING.items(), key=lambda item: len({_plain(key) for key in inner} & set(item[1])))
         return [(name, table, inner)]
     if name not in CONNECTORS:
