@@ -253,5 +253,4 @@ def _halves(pieces: Pieces) -> Pieces:
     length = np.repeat(pieces.length // 2, 2)
     second = np.tile([0, 1], len(pieces)) * length
     source, target = np.repeat(pieces.source, 2) + second, np.repeat(pieces.target, 2) + (length - second)
-    one = np.ones_like(length)
-    return Pieces(source, target, length, one, one * 0, one * 0)
+    return Pieces.plain(source, target, length)

@@ -22,7 +22,7 @@ from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave,
 from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_pin import Pinning
-from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
+from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import Costs, Direction, Way
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled
@@ -324,7 +324,7 @@ class CudaMover(Mover):
             target = buffer + np.arange(len(source))[:, None] * row_bytes + offsets
             length = np.broadcast_to(ranges.length, source.shape)
             program, errors = Program(), np.zeros(1, np.int64)
-            pieces = plain_pieces(target.ravel(), source.ravel(), length.ravel())
+            pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
             program.copies([pieces], lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
             self._issue(program.table(), program.longest, self._cuts, errors)

@@ -212,5 +212,4 @@ def _scattered(source: int, target: int, length: int, *, up: bool) -> Pieces:
 
 
 def _pieces(at: Ints, to: Ints, length: int) -> Pieces:
-    one = np.ones_like(at)
-    return Pieces(at, to, one * length, one, one * 0, one * 0)
+    return Pieces.plain(at, to, np.full_like(at, length))

@@ -16,7 +16,7 @@ from layercast.errors import OutOfMemory
 from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
-from layercast.move.cuda_program import EVERYBODYS, Program, plain_pieces
+from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, aligned, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, table_of
 from layercast.plan.pieces import Pieces
@@ -209,7 +209,7 @@ class Lane:
             del program.rows[started:]
             program.owner = EVERYBODYS
             one = np.ones(1, np.int64)
-            upload = plain_pieces(one * tables.device, one * tables.host, one * tables.used)
+            upload = Pieces.plain(one * tables.host, one * tables.device, one * tables.used)
             program.copies([upload], self.copy, batched=False)
             program.record(tables.filled, self.copy)
             program.wait(self.spread, tables.filled)
@@ -232,7 +232,7 @@ class Lane:
             length = np.add.reduceat(part.length, heads)
             if up:
                 program.wait(self.copy, slot.free)
-                longer = plain_pieces(staged[heads], part.source[heads], length)
+                longer = Pieces.plain(part.source[heads], staged[heads], length)
                 program.copies([longer], self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
                 self._launch(program, tables.add(staged, part.target, part.length), STAGED_GRID, self.spread)
@@ -241,7 +241,7 @@ class Lane:
                 program.wait(self.spread, slot.free)
                 self._launch(program, tables.add(part.source, staged, part.length), STAGED_GRID, self.spread)
                 self._hand_over(program, self.spread, self.copy)
-                longer = plain_pieces(part.target[heads], staged[heads], length)
+                longer = Pieces.plain(staged[heads], part.target[heads], length)
                 program.copies([longer], self.copy, batched=self.driver.batches)
                 program.record(slot.free, self.copy)
             first = last

@@ -108,9 +108,3 @@ class Program:
 
 
 _NOTHING = (0,) * (WIDTH - 2)
-
-
-def plain_pieces(target: Ints, source: Ints, length: Ints) -> Pieces:
-    """Copies without runs."""
-    one = np.ones_like(length)
-    return Pieces(source, target, length, one, one * 0, one * 0)

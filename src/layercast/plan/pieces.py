@@ -73,6 +73,12 @@ class Pieces:
         return Pieces.of(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
 
     @staticmethod
+    def plain(source: Ints, target: Ints, length: Ints) -> "Pieces":
+        """Copies without runs."""
+        one = np.ones_like(length)
+        return Pieces(source, target, length, one, one * 0, one * 0)
+
+    @staticmethod
     def of(columns: Iterable[Ints]) -> "Pieces":
         """Pieces of arrays in the order of COLUMNS, not shifted."""
         source, target, length, count, source_stride, target_stride = columns
