@@ -1,39 +1,50 @@
-"""Batches to write and to read, for stores that take and give an object whole.
+"""Stores that take and give an object whole: their room and leases, and their batches to write and to read.
 
 Do not know where objects lie.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from threading import Lock
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
-from layercast.store.base import Buffer, ReadHandle, WriteHandle
+from layercast.store.base import Buffer, ReadHandle, Store, WriteHandle
 from layercast.store.coverage import Coverage
-from layercast.store.ledger import check_range
+from layercast.store.ledger import Ledger, check_range
 
 
-class Owner(Protocol):
-    """The store of a batch."""
+class BufferedStore(Store):
+    """At most `capacity` bytes of objects, those being written included. clock: seconds, never going back."""
 
-    clock: Callable[[], float]
+    def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._lock = Lock()
+        self._ledger = Ledger(capacity, clock)
+        self._closed = False
 
+    @abstractmethod
     def admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:
         """Make whole objects visible, and end the room taken for them, whether that succeeds or not."""
-        ...
 
     def give_back(self, size: int) -> None:
-        """End the room of a revoked batch."""
-        ...
+        """End the room of a batch that is not written any more."""
+        with self._lock:
+            self._ledger.used -= size
 
     def let_go(self, handle: "BufferedRead", keys: Sequence[bytes]) -> None:
         """End a read's lease."""
-        ...
+        with self._lock:
+            self._ledger.end(handle, keys)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadTransition("the store is closed; open another one")
 
 
 class BufferedWrite(WriteHandle):
     """Buffers of a batch, and which of their bytes are written."""
 
-    def __init__(self, store: Owner, keys: tuple[bytes, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(self, store: BufferedStore, keys: tuple[bytes, ...], sizes: tuple[int, ...]) -> None:
         self._store = store
         self._keys = keys
         self._sizes = sizes
@@ -80,7 +91,7 @@ class BufferedRead(ReadHandle):
 
     def __init__(
         self,
-        store: Owner,
+        store: BufferedStore,
         keys: tuple[bytes, ...],
         sizes: tuple[int, ...],
         deadline: float,

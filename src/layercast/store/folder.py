@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
-from threading import Lock
 
 import xxhash
 
-from layercast.errors import BadTransition, Corrupt, FolderLost, Full, LayercastError
-from layercast.store.base import ReadHandle, Store, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedWrite
-from layercast.store.ledger import Entry, Ledger, check_batch, missing
+from layercast.errors import Corrupt, FolderLost, Full, LayercastError
+from layercast.store.base import ReadHandle, WriteHandle
+from layercast.store.buffered import BufferedRead, BufferedStore, BufferedWrite
+from layercast.store.ledger import Entry, check_batch, missing
 
 MAGIC = b"layercast file 1"
 HEADER = Struct("<16sQ16s")
@@ -33,20 +32,17 @@ RECOUNT = 16
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FolderStore(Store):
+class FolderStore(BufferedStore):
     """At most `capacity` bytes of objects in `folder`, those being written included. clock: seconds, for leases.
 
     The folder is made if need be, for its owner alone. Raises FolderLost where it can't be read.
     """
 
     def __init__(self, folder: Path, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(capacity, clock)
         self.folder = folder
-        self.clock = clock
-        self._lock = Lock()
-        self._ledger = Ledger(capacity, clock)
         self._uncounted = 0
         """Bytes written since the folder was last looked at."""
-        self._closed = False
         try:
             self._recount(_remove_if_left)
         except OSError as error:
@@ -132,16 +128,6 @@ class FolderStore(Store):
                     os.unlink(unfinished)
                 os.close(file)
 
-    def give_back(self, size: int) -> None:
-        """End the room of an open write, for a write handle."""
-        with self._lock:
-            self._ledger.used -= size
-
-    def let_go(self, handle: BufferedRead, keys: Sequence[bytes]) -> None:
-        """End a read's lease, for a read handle."""
-        with self._lock:
-            self._ledger.end(handle, keys)
-
     def _written(self, key: bytes, data: bytearray) -> tuple[str, int]:
         """A file with an object, not yet under its name, and its descriptor, whose lock says that a writer lives."""
         final = self._file(key)
@@ -225,10 +211,6 @@ class FolderStore(Store):
     def _file(self, key: bytes) -> str:
         name = key.hex()
         return f"{self.folder}/{name[:2]}/{name}"
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BadTransition("the store is closed; open another one")
 
 
 def _digest(key: bytes, data: bytes | bytearray) -> bytes:

@@ -4,24 +4,20 @@ Does not know what the bytes are.
 """
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 
-from layercast.errors import BadTransition, Missing
-from layercast.store.base import ReadHandle, Store, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedWrite
-from layercast.store.ledger import Ledger, check_batch, missing
+from layercast.errors import Missing
+from layercast.store.base import ReadHandle, WriteHandle
+from layercast.store.buffered import BufferedRead, BufferedStore, BufferedWrite
+from layercast.store.ledger import check_batch, missing
 
 
-class MemoryStore(Store):
+class MemoryStore(BufferedStore):
     """At most `capacity` bytes of objects, those being written included. clock: seconds, never going back."""
 
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self._lock = Lock()
-        self._ledger = Ledger(capacity, clock)
+        super().__init__(capacity, clock)
         self._objects: dict[bytes, bytearray] = {}
         """Bytes of what the ledger counts; an object's identity is its generation."""
-        self._closed = False
 
     @property
     def used(self) -> int:
@@ -84,16 +80,6 @@ class MemoryStore(Store):
                     self._objects[key] = data
                     self._ledger.add(key, len(data))
 
-    def give_back(self, size: int) -> None:
-        """End the room of a revoked write, for a write handle."""
-        with self._lock:
-            self._ledger.used -= size
-
-    def let_go(self, handle: BufferedRead, keys: Sequence[bytes]) -> None:
-        """End a read's lease, for a read handle."""
-        with self._lock:
-            self._ledger.end(handle, keys)
-
     def _current(self, key: bytes, opened: bytearray) -> bytearray:
         """The object that was opened, if it is still what `key` names."""
         with self._lock:
@@ -105,7 +91,3 @@ class MemoryStore(Store):
     def _drop(self, key: bytes) -> None:
         self._objects.pop(key, None)
         self._ledger.drop(key)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BadTransition("the store is closed; open another one")
