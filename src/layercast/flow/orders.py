@@ -32,6 +32,11 @@ class LoadOrder(msgspec.Struct, frozen=True):
     window: int = 1
     hidden_bytes: int = 0
 
+    @property
+    def blocks(self) -> set[int]:
+        """Numbers of the engine's blocks that it fills, of all groups."""
+        return {block for pair in self.pairs for block in pair.blocks}
+
 
 class SaveOrder(msgspec.Struct, frozen=True):
     """Copy a request's engine blocks into reserved slots as each layer is written in this step.

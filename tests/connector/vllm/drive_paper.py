@@ -74,7 +74,7 @@ class Forwards:
         told = StepReport(orders.step if orders else -1, tuple(report[2]), tuple(report[0]), tuple(report[1]))
         more = {"failed_recving": failed} if TELLS_FAILED_REQUESTS else {}
         if TELLS_FAILED_REQUESTS:
-            lost -= {block for load in landing for pair in load.pairs for block in pair.blocks}
+            lost -= {block for load in landing for block in load.blocks}
         return sampled, KVConnectorOutput(
             finished_recving={load.request for load in landing},
             invalid_block_ids=lost,

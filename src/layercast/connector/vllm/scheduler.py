@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -94,6 +95,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not self._background:
             recovery.install()
 
+    @cached_property
+    def _spare_last(self) -> bool:
+        return drops_last_block(self._vllm_config.speculative_config)
+
     def _reused(self, order: str) -> None:
         self._side.doom(order)
 
@@ -126,7 +131,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.extras,
             num_computed_tokens,
             request.request_id,
-            drops_last_block(self._vllm_config.speculative_config),
+            self._spare_last,
             self._forwards.company(request.request_id, self.tracked),
             self._forwards.most_tokens,
         )
@@ -228,7 +233,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                 known.parked = False
                 if known.failed:
                     self._due.misled.add(name)
-                    self._due.lost_blocks.update(block for pair in order.pairs for block in pair.blocks)
+                    self._due.lost_blocks |= order.blocks
                 del coming[name]
 
     def _save(self, known: Tracked, before: int, after: int, ended: Sequence[list[int]] | None = None) -> None:

@@ -199,7 +199,7 @@ class WorkerHooks(KVConnectorBase_V1):
         self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
         self._failed = set()
         if not TELLS_FAILED_REQUESTS:
-            self._awaited.update((load.request, _blocks(load)) for load in orders.background)
+            self._awaited.update((load.request, load.blocks) for load in orders.background)
 
     def _end(self) -> None:
         """Raises DeadlineExceeded if a copy into a block that is to be recomputed has not ended in STUCK_S.
@@ -228,7 +228,7 @@ class WorkerHooks(KVConnectorBase_V1):
         self._failed.update(requests)
         for load in reads:
             if load.request in requests and isinstance(load, LoadOrder):
-                self._failed_blocks |= _blocks(load)
+                self._failed_blocks |= load.blocks
 
     def _note(self, report: StepReport) -> None:
         if report.loads or report.saves or report.failed or report.tier:
@@ -238,7 +238,3 @@ class WorkerHooks(KVConnectorBase_V1):
         """End the threads and give the slab back."""
         super().shutdown()
         self._closing.close()
-
-
-def _blocks(load: LoadOrder) -> set[int]:
-    return {block for pair in load.pairs for block in pair.blocks}
