@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from layercast import __version__
 from layercast.bench.results import Report, Table, What
 from layercast.errors import BadSetting, Refused
@@ -60,9 +62,7 @@ def run(options: Options, say: Callable[[str], None], keep: Callable[[Report], o
         tables.append(table)
         took_s = time.perf_counter() - began
         say(f"{took_s:.0f} s: {table.title}")
-        report = Report(
-            command=report.command, card=report.card, versions=report.versions, tables=tuple(tables), took_s=took_s
-        )
+        report = msgspec.structs.replace(report, tables=tuple(tables), took_s=took_s)
         keep(report)
     return report
 

@@ -13,10 +13,8 @@ from typing import Any
 import msgspec
 
 from layercast.config import from_mapping
-from layercast.doctor.checks import Check, Level
+from layercast.doctor.checks import GIB, Check, Level
 from layercast.errors import BadSetting
-
-GIB = 1 << 30
 
 
 class Becomes(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """What would go wrong for a model under vLLM here, how much the pool holds of it, and the command that serves it.
 
-Knows the connector's refusals in words; imports neither it nor vLLM.
+Knows the connector's name and, in words, its refusals; imports nothing of it that imports vLLM.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from layercast.config import Config
+from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers, size
 from layercast.doctor.machine import Facts
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
 
-NAME, MODULE = "LayercastConnector", "layercast.connector.vllm.connector"
 PLUGINS = "vllm.general_plugins"
 GPU_BLOCK, CPU_BLOCK, CPU_LATENT_BLOCK = 16, 128, 16
 """Tokens of vLLM's blocks unless told otherwise."""

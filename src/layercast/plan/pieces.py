@@ -173,30 +173,21 @@ class CopyPlan:
 
     def windows(self, windows: Sequence[Sequence[int]]) -> list[Pieces]:
         """The pieces of each window; those of windows that are alike but for where they lie share their arrays."""
-        if len(windows) < 2:
+        if len(windows) < 2 or not self.shifts:
             return [self.window(layers) for layers in windows]
-        first = self.window(windows[0])
-        alike = self._inside(windows[0])
-        shifts = [self._shift(windows[0], layers) if alike == self._inside(layers) else None for layers in windows]
+        first, inside = self.window(windows[0]), self._apart(windows[0][0], windows[0])
         arrays = (first.source, first.target, first.length, first.count, first.source_stride, first.target_stride)
         return [
-            self.window(layers) if shift is None else Pieces(*arrays, shift)
-            for layers, shift in zip(windows, shifts, strict=True)
+            Pieces(*arrays, self._apart(windows[0][0], layers)[0])
+            if self._apart(layers[0], layers) == inside
+            else self.window(layers)
+            for layers in windows
         ]
 
-    def _inside(self, layers: Sequence[int]) -> list[tuple[int, int]] | None:
-        """How far a window's layers lie from its first; None where layers are not alike."""
-        if not self.shifts:
-            return None
-        source, target = self.shifts[layers[0]]
+    def _apart(self, first: int, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """How far layers lie from one of them, on the source and on the target. Only where layers are alike."""
+        source, target = self.shifts[first]
         return [(self.shifts[layer][0] - source, self.shifts[layer][1] - target) for layer in layers]
-
-    def _shift(self, first: Sequence[int], layers: Sequence[int]) -> tuple[int, int] | None:
-        """How far a window lies from another; None where layers are not alike."""
-        if not self.shifts:
-            return None
-        (source, target), (ours, theirs) = self.shifts[first[0]], self.shifts[layers[0]]
-        return ours - source, theirs - target
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
