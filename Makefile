@@ -43,9 +43,11 @@ format: ## mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# bench_vllm_gpu.py needs a GPU's build of vLLM, and a model to be named.
+BENCHES := $(filter-out bench/bench_vllm_gpu.py,$(wildcard bench/bench_*.py))
 bench: ## the project's figures, as JSON (bench/)
 	@$(BOOTSTRAP) demo test vllm
-	@for file in bench/bench_*.py; do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
+	@for file in $(BENCHES); do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
 
 clean: ## remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out demo.json demo-vllm.json
