@@ -24,7 +24,7 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
 from layercast.move.cuda_ways import Way, only
-from layercast.move.kernels.pieces import PieceKernel, compiled
+from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.plan.pieces import Pieces, Route, route_between
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
@@ -68,11 +68,9 @@ class Device:
             raise Refused(f"this needs {number + 1} CUDA devices and there are {torch.cuda.device_count()}")
         torch.cuda.set_device(number)
         torch.zeros(1, device="cuda")
-        try:
-            kernel = compiled(number)
-        except Refused:
-            kernel = None
-        return cls(number, Driver(number), kernel, torch.cuda.Stream(), torch.cuda.Stream(priority=-1))
+        return cls(
+            number, Driver(number), compiled_or_none(number), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+        )
 
     @cached_property
     def plain(self) -> Issue:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layercast.config import Config
-from layercast.flow.issue import Batch
+from layercast.flow.issue import Batch, Run
 from layercast.flow.orders import BlockPairs, LoadOrder
 from layercast.flow.runs import Expected, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
 from layercast.plan.batches import batches_of_all, windows_of
-from layercast.plan.pieces import CopyPlan, Pieces, Route, route_between
+from layercast.plan.pieces import CopyPlan, DigestRanges, Pieces, Route, route_between
 from layercast.spec.groups import Layout
 
 Share = tuple[tuple[int, ...], list[Pieces]]
@@ -99,17 +99,17 @@ class Ways:
         plan: CopyPlan,
         after: tuple[Flight, ...],
     ) -> list[Batch]:
-        """One window's copies of one group; digests ride on the last batch, since movers keep order."""
-        mine, (*parts, end) = share
+        """One window's copies of one group."""
+        mine, parts = share
         ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.verify]
-        last = Batch(run, run.id, window, end, tuple(ranges), after)
+        batches = _in_a_row(run, run.id, window, parts, ranges, after)
         if ranges:
             slots = plan.pairs()[0]
             stored = self.slab.digests[group]
-            run.expected[last] = tuple(
+            run.expected[batches[-1]] = tuple(
                 Expected(group, slots, stored[self._place(group, layer), slots]) for layer in mine
             )
-        return [*(Batch(run, run.id, window, part, (), after) for part in parts), last]
+        return batches
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
         """The copies of a save in the windows that have been written, each ordered behind its flight."""
@@ -120,15 +120,14 @@ class Ways:
         batches: list[Batch] = []
         for (group, plan), shares in zip(save.plans, save.shares, strict=True):
             for window, after in written:
-                mine, found = shares[window[0]]
+                mine, parts = shares[window[0]]
                 if not mine:
                     continue
-                *parts, end = found
                 ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
-                last = Batch(save, save.order.id, mine, end, tuple(ranges), (after,))
+                batches += _in_a_row(save, save.order.id, mine, parts, ranges, (after,))
                 if ranges:
-                    save.places[last] = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
-                batches += [*(Batch(save, save.order.id, mine, part, (), (after,)) for part in parts), last]
+                    places = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
+                    save.places[batches[-1]] = places
         return batches
 
     def _shares(self, plan: CopyPlan, windows: Sequence[Sequence[int]]) -> "list[Share]":
@@ -141,3 +140,17 @@ class Ways:
     def _place(self, group: int, layer: int) -> int:
         """The layer's row in the group's digests."""
         return self.slab.layout.groups[group].layers.index(layer)
+
+
+def _in_a_row(
+    run: Run,
+    owner: str,
+    layers: tuple[int, ...],
+    parts: Sequence[Pieces],
+    digests: Sequence[DigestRanges],
+    after: tuple[Flight, ...],
+) -> list[Batch]:
+    """A batch for each part; digests ride on the last one, since movers keep order."""
+    *first, end = parts
+    last = Batch(run, owner, layers, end, tuple(digests), after)
+    return [*(Batch(run, owner, layers, part, (), after) for part in first), last]

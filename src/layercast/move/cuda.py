@@ -25,7 +25,7 @@ from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import Costs, Direction, Way
 from layercast.move.flights import HostDigestFlight
-from layercast.move.kernels.pieces import PieceKernel, compiled
+from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
 from layercast.move.raw import digests_of
 from layercast.plan.pieces import DigestRanges, Pieces
@@ -93,11 +93,7 @@ class CudaMover(Mover):
         peers: other devices whose memory it may copy from and to. Measures a device or link it has not met before, for
         a second or less. Raises Refused where there is no device, or no way from it to a peer's memory.
         """
-        driver = Driver(device)
-        try:
-            kernel = compiled(device)
-        except Refused:
-            kernel = None
+        driver, kernel = Driver(device), compiled_or_none(device)
         mover = cls(driver, kernel, staging_bytes=staging_bytes)
         for peer in peers:
             driver.reach(peer)

@@ -9,6 +9,9 @@ from enum import StrEnum
 
 import msgspec
 
+HOST, DISK = "host", "disk"
+"""Tiers that KV is loaded from: the slab, and what came up to it from a folder for this request."""
+
 
 class MissReason(StrEnum):
     """Why a request's KV was computed rather than loaded; the value is the sentence a user reads."""

@@ -11,7 +11,7 @@ from layercast.connector.transformers.space import BlockTables
 from layercast.errors import Refused
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
 from layercast.move.base import Flight
-from layercast.observe.receipts import MissReason, Receipt
+from layercast.observe.receipts import HOST, MissReason, Receipt
 from layercast.spec.keys import ExtrasOf
 
 
@@ -138,7 +138,7 @@ class Request:
     """The push that lands in its blocks."""
     arriving: Flight | None = None
     """Ends when the push's first layer has arrived, or never will."""
-    tier: str = "host"
+    tier: str = HOST
     window: int = 0
     miss: MissReason | None = None
     saved: int = 0

@@ -12,7 +12,7 @@ from layercast.connector.transformers.requests import Request
 from layercast.connector.transformers.space import BlockSpace
 from layercast.errors import Full
 from layercast.flow.orders import LoadOrder, ReceiveOrder
-from layercast.observe.receipts import MissReason
+from layercast.observe.receipts import DISK, HOST, MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Scheduler:
         """The order that brings in what the pool has, its blocks and those of the first chunk allocated; or None."""
         match = self._pool.match(request.tokens[: request.end], request.params.extras)
         request.miss, request.window = match.miss, match.decision.window
-        request.tier = "disk" if self._pool.brought_up(request.id) else "host"
+        request.tier = DISK if self._pool.brought_up(request.id) else HOST
         end = self._chunk_end(match.tokens, request.end)
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None

@@ -19,9 +19,9 @@ from layercast.config import from_mapping
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
-from layercast.connector.vllm.tracked import DISK
 from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force
 from layercast.connector.vllm.worker import WorkerHooks
+from layercast.observe.receipts import DISK
 
 _log = logging.getLogger("layercast")
 

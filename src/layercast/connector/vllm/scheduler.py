@@ -27,14 +27,14 @@ from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.stats import Stats
-from layercast.connector.vllm.tracked import DISK, Tracked, wishes_of
+from layercast.connector.vllm.tracked import Tracked, wishes_of
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
 from layercast.flow.orders import LoadOutcome, SaveOutcome
-from layercast.observe.receipts import MissReason
+from layercast.observe.receipts import DISK, MissReason
 from layercast.spec.groups import GroupKind
 
 _log = logging.getLogger("layercast")

@@ -12,11 +12,9 @@ from vllm.v1.request import Request
 
 from layercast.control.scheduler import Match
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome
-from layercast.observe.receipts import MissReason, Receipt
+from layercast.observe.receipts import HOST, MissReason, Receipt
 from layercast.plan.policy import NO_HIT, Decision
 from layercast.spec.keys import Extra
-
-TIER, DISK = "host", "disk"
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +36,7 @@ class Tracked:
     local: int = 0
     """Leading tokens that vLLM held itself."""
     promised: int = 0
-    tier: str = TIER
+    tier: str = HOST
     """Where what was promised came from: "disk" if any of it was brought up for this request."""
     asked_s: float | None = None
     """When it was first told to ask again."""

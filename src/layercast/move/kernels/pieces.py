@@ -90,3 +90,11 @@ def compiled(device: int) -> PieceKernel:
     except (ImportError, OSError, RuntimeError) as error:
         raise Refused(f"no copy kernel here ({error}); copies go by the copy engine alone") from error
     return PieceKernel(int(made.function), 32 * WARPS, int(made.metadata.shared), made)
+
+
+def compiled_or_none(device: int) -> PieceKernel | None:
+    """As `compiled`; None where that is refused."""
+    try:
+        return compiled(device)
+    except Refused:
+        return None
