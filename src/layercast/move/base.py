@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from layercast.errors import BrokenInvariant
 from layercast.landing import Landing
 from layercast.plan.pieces import DigestRanges, Pieces
 
@@ -98,9 +99,11 @@ class Mover(ABC):
             return failed
 
     def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        """Run `call` soon, then `then(its error)`; on the mover's own thread, where it has one for such."""
-        call()
-        then(None)
+        """Run `call` soon, then `then(its error)`; on the mover's own thread, where it has one for such.
+
+        Never raises.
+        """
+        run_and_tell(call, then)
 
     @property
     @abstractmethod
@@ -115,6 +118,18 @@ class Mover(ABC):
     @abstractmethod
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted and end the threads. Raises DeadlineExceeded."""
+
+
+def run_and_tell(call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+    """Run `call`, then `then(its error)`, also where the thread ends in the midst of it."""
+    error: Exception | None = BrokenInvariant("the thread ended in the midst of it")
+    try:
+        call()
+        error = None
+    except Exception as raised:  # noqa: BLE001  one job's trouble is its own
+        error = raised
+    finally:
+        then(error)
 
 
 class MoverOver(Mover):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, Refused
-from layercast.move.base import Flight
+from layercast.move.base import Flight, run_and_tell
 from layercast.move.flights import HostFlight, first_error
 
 
@@ -41,17 +41,6 @@ class _Aside:
 
     call: Callable[[], None]
     then: Callable[[BaseException | None], None]
-
-    def run(self) -> None:
-        """Do it, and say how it went."""
-        error: Exception | None = BrokenInvariant("the thread ended in the midst of it")
-        try:
-            self.call()
-            error = None
-        except Exception as raised:  # noqa: BLE001  one job's trouble is its own
-            error = raised
-        finally:
-            self.then(error)
 
 
 class Line:
@@ -167,7 +156,7 @@ def _work(jobs: "queue.SimpleQueue[_Job | _Aside | None]", died: Callable[[], No
     try:
         while (job := jobs.get()) is not None:
             if isinstance(job, _Aside):
-                job.run()
+                run_and_tell(job.call, job.then)
                 continue
             try:
                 error = first_error(job.after)

@@ -271,6 +271,24 @@ class MoverLaws:
             mover.submit(pieces_of((source, target, size)), after=[written]).wait(SOON_S)
             assert memory.read(target, size) == data, f"torn in round {round_}"
 
+    def test_what_is_done_aside_tells_how_it_went_and_raises_at_nobody(self, mover: Mover) -> None:
+        told: list[BaseException | None] = []
+        over = [threading.Event(), threading.Event()]
+
+        def heard(error: BaseException | None) -> None:
+            told.append(error)
+            over[len(told) - 1].set()
+
+        def mistaken() -> None:
+            raise ArithmeticError("a mistake")
+
+        mover.aside(mistaken, heard)
+        assert over[0].wait(SOON_S)
+        mover.aside(lambda: None, heard)
+        assert over[1].wait(SOON_S)
+        assert isinstance(told[0], ArithmeticError)
+        assert told[1] is None
+
     def test_closing_finishes_what_was_submitted(self, memory: HostMemory) -> None:
         mover = self.make_mover()
         data = os.urandom(1 << 20)
