@@ -13,7 +13,7 @@ from layercast.errors import LayercastError
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
-from layercast.move.base import Mover
+from layercast.move.base import MoverOver
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.gates import CpuGate
@@ -25,11 +25,12 @@ LAYERS, BLOCKS, TOKENS = 6, 16, [1, 2, 3, 4]
 SPECS = [GroupSpec("full", GroupKind.FULL, 4, tuple(range(LAYERS)))]
 
 
-class HeldMover(Mover):
+class HeldMover(MoverOver):
     """A real mover whose loads each wait until the test lets them go, well or not."""
 
     def __init__(self):
-        self.inner, self.held, self.free = CpuMover(), [], True
+        super().__init__(CpuMover())
+        self.held, self.free = [], True
 
     def submit(self, pieces, *, after=(), keep=()):
         flight = HostFlight()
@@ -37,27 +38,17 @@ class HeldMover(Mover):
             flight.land()
         else:
             self.held.append(flight)
-        return self.inner.submit(pieces, after=(flight, *after), keep=keep)
+        return self._mover.submit(pieces, after=(flight, *after), keep=keep)
 
     def go(self, count=1, broken=False):
         for _ in range(min(count, len(self.held))):
             flight = self.held.pop(0)
             flight.fail(LayercastError("the link broke")) if broken else flight.land()
 
-    def digest(self, ranges, *, after=()):
-        return self.inner.digest(ranges, after=after)
-
-    def mark(self):
-        return self.inner.mark()
-
-    @property
-    def staging_bytes(self):
-        return 0
-
     def close(self, timeout_s):
         self.free = True
         self.go(len(self.held))
-        self.inner.close(timeout_s)
+        self._mover.close(timeout_s)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from layercast.flow.issue import Batch, Issuer
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, StepOrders
 from layercast.flow.runs import LoadRun
 from layercast.flow.worker import Worker
-from layercast.move.base import Mover
+from layercast.move.base import MoverOver
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostDigestFlight, HostFlight, landed
 from layercast.move.gates import CpuGate
@@ -29,27 +29,17 @@ LAYERS, BLOCKS = 3, 8
 NOTHING = Pieces.join([])
 
 
-class Wrapped(Mover):
+class Wrapped(MoverOver):
     """A real mover, for tests that change a method."""
 
     def __init__(self):
-        self.inner = CpuMover()
+        super().__init__(CpuMover())
 
     def submit(self, pieces, *, after=(), keep=()):
-        return self.inner.submit(pieces, after=after, keep=keep)
-
-    def digest(self, ranges, *, after=()):
-        return self.inner.digest(ranges, after=after)
-
-    def mark(self):
-        return self.inner.mark()
-
-    @property
-    def staging_bytes(self):
-        return 0
+        return self._mover.submit(pieces, after=after, keep=keep)
 
     def close(self, timeout_s):
-        self.inner.close(timeout_s)
+        self._mover.close(timeout_s)
 
 
 @contextmanager

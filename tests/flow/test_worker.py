@@ -11,7 +11,7 @@ from layercast.errors import LayercastError
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
-from layercast.move.base import Mover
+from layercast.move.base import MoverOver
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.gates import CpuGate
@@ -22,18 +22,19 @@ from layercast.testing.oracle import ByteEngine
 LAYERS, BLOCKS = 5, 32
 
 
-class ValveMover(Mover):
+class ValveMover(MoverOver):
     """A real mover whose copies wait until the test lets them go, and that notes what was submitted."""
 
     def __init__(self):
-        self.inner, self.valve, self.log, self.threads = CpuMover(), threading.Event(), [], []
+        super().__init__(CpuMover())
+        self.valve, self.log, self.threads = threading.Event(), [], []
         self.valve.set()
         self.broken = set()
 
     def submit(self, pieces, *, after=(), keep=()):
         number = len(self.log)
         self.log.append(pieces)
-        return self.inner.submit(pieces, after=(self._held(number), *after), keep=keep)
+        return self._mover.submit(pieces, after=(self._held(number), *after), keep=keep)
 
     def _held(self, number):
         flight = HostFlight()
@@ -47,19 +48,9 @@ class ValveMover(Mover):
         self.threads.append(thread)
         return flight
 
-    def digest(self, ranges, *, after=()):
-        return self.inner.digest(ranges, after=after)
-
-    def mark(self):
-        return self.inner.mark()
-
-    @property
-    def staging_bytes(self):
-        return self.inner.staging_bytes
-
     def close(self, timeout_s):
         self.valve.set()
-        self.inner.close(timeout_s)
+        self._mover.close(timeout_s)
         for thread in self.threads:
             thread.join(timeout_s)
 
