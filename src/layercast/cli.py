@@ -176,13 +176,16 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds counted, after one that warms up.")] = 15,
     busy: Annotated[bool, typer.Option(help="overlap: also beside a busy Python thread.")] = True,
+    brief: Annotated[
+        bool, typer.Option(help="layers, overlap: what an engine would take, and its limits, alone.")
+    ] = False,
 ) -> None:
     """What copies, gates and overlap cost and reach on this machine's GPUs, beside other ways to do the same."""
     from layercast.bench.command import LENGTHS, Options, lengths_of, run
     from layercast.bench.report import encoded, write_picture, write_terminal
 
     lengths = lengths_of(shape) if shape else LENGTHS
-    options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy)
+    options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy, brief=brief)
     figures = json or out / f"{what}.json"
     _make_folder(out, "--out")
     _make_folder(figures.parent, "--json")

@@ -29,7 +29,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Options:
     """what: which. tokens: in `layers` and `peer`; block: tokens in one; lengths: (cached, new), in the others.
 
-    busy: in `overlap`, also beside a busy Python thread.
+    busy: in `overlap`, also beside a busy Python thread. brief: in `layers` and `overlap`, only what an engine would
+    take, and its limits.
     """
 
     what: What
@@ -38,6 +39,7 @@ class Options:
     lengths: tuple[tuple[int, int], ...] = LENGTHS
     repeats: int = 15
     busy: bool = True
+    brief: bool = False
 
 
 def lengths_of(texts: list[str]) -> tuple[tuple[int, int], ...]:
@@ -108,11 +110,12 @@ def _tables(options: Options, devices: "list[Device]") -> Iterator[Table]:
     if options.what is What.LAYERS:
         from layercast.bench.layers import layers
 
-        return layers(devices[0], shape, options.tokens, options.repeats)
+        return layers(devices[0], shape, options.tokens, options.repeats, brief=options.brief)
     if options.what is What.OVERLAP:
         from layercast.bench.overlap import overlap
 
-        return overlap(devices[0], shape, options.lengths, options.repeats, busy=options.busy)
+        busy = options.busy and not options.brief
+        return overlap(devices[0], shape, options.lengths, options.repeats, busy=busy, brief=options.brief)
     if options.what is What.GRAPH:
         from layercast.bench.graph import graph
 
@@ -133,6 +136,6 @@ def _command(options: Options) -> str:
     """The command line that measures this again; where its output went is left out."""
     shapes = [f"--shape {cached}+{new}" for cached, new in options.lengths]
     of = {What.OVERLAP: [*shapes, "" if options.busy else "--no-busy"], What.GRAPH: shapes}
-    rest = of.get(options.what, [f"--tokens {options.tokens}"])
+    rest = [*of.get(options.what, [f"--tokens {options.tokens}"]), "--brief" if options.brief else ""]
     words = ["layercast bench", options.what, *rest, f"--block {options.block} --repeats {options.repeats}"]
     return " ".join(filter(None, words))

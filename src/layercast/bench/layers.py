@@ -21,10 +21,14 @@ TIMES = 3
 DIRECTIONS = {"host to device": True, "device to host": False}
 
 
-def layers(device: Device, shape: Shape, tokens: int, repeats: int) -> Iterator[Table]:
-    """A table a direction on a quiet device, then one a direction beside products."""
+def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bool = False) -> Iterator[Table]:
+    """A table a direction on a quiet device, then one a direction beside products. brief: the limit and one mover."""
     with ground(device, shape, tokens) as here:
         movers: dict[str, CudaMover] = {"layercast": device.mover()}
+        if brief:
+            yield from _brief(here, movers["layercast"], repeats)
+            movers["layercast"].close(SOON_S)
+            return
         movers |= {f"layercast, {way} alone": device.mover(way) for way in device.ways if way is not Way.ENGINE}
         loop = device.mover(plain=True)
         others, absent = rivals(here)
@@ -49,6 +53,14 @@ def layers(device: Device, shape: Shape, tokens: int, repeats: int) -> Iterator[
             yield beside(here, title, ways, repeats, absent)
         for mover in (*movers.values(), loop):
             mover.close(SOON_S)
+
+
+def _brief(here: Ground, mover: CudaMover, repeats: int) -> Iterator[Table]:
+    checks, about = {"layercast": bit_equal(here, mover)}, f"{here.blocks} blocks of {here.shape.block} tokens"
+    for name, up in DIRECTIONS.items():
+        ways = {"contiguous": here.contiguous(up=up), "layercast": whole(mover, here.lists(up=up))}
+        yield quiet(here, f"{name}, {about}", ways, repeats, checks, {})
+        yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, {})
 
 
 def whole(mover: CudaMover, lists: list[Pieces]) -> Start:

@@ -21,17 +21,20 @@ FEW = 3
 
 
 def overlap(
-    device: Device, shape: Shape, lengths: Sequence[tuple[int, int]], repeats: int, *, busy: bool
+    device: Device, shape: Shape, lengths: Sequence[tuple[int, int]], repeats: int, *, busy: bool, brief: bool = False
 ) -> Iterator[Table]:
-    """A table for each (cached, new) tokens; busy: then one beside a Python thread that never sleeps."""
+    """A table for each (cached, new) tokens; busy: then one beside a Python thread that never sleeps.
+
+    brief: without other ways to issue and to move.
+    """
     weights = Weights(shape)
     for cached, new in lengths:
         with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
-            yield first_tokens(run, FEW if cached > LONG else repeats)
+            yield first_tokens(run, FEW if cached > LONG else repeats, brief=brief)
     if busy:
         cached, new = lengths[0]
         with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
-            yield beside_python(run, min(repeats, 5))
+            yield beside_python(run, repeats)
 
 
 class Run:
@@ -124,18 +127,20 @@ class Run:
         return self.forward.read_right()
 
 
-def first_tokens(run: Run, repeats: int) -> Table:
+def first_tokens(run: Run, repeats: int, *, brief: bool = False) -> Table:
     """Compute and load alone, bulk, layerwise in several ways, with saves and without."""
-    movers = {"layerwise": run.auto, "layerwise, Python loop": run.plain}
-    if run.staged is not None:
-        movers["layerwise, staged alone"] = run.staged
+    movers = {"layerwise": run.auto}
+    if not brief:
+        movers["layerwise, Python loop"] = run.plain
+        if run.staged is not None:
+            movers["layerwise, staged alone"] = run.staged
     ways: dict[str, Callable[[], float]] = {
         "compute alone": lambda: run.ms(run.forward),
         "contiguous load alone": run.contiguous_ms,
         "bulk": lambda: run.ms(run.bulk),
     }
     ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in movers.items()}  # type: ignore[misc]
-    if run.here.device.driver.batches:
+    if run.here.device.driver.batches and not brief:
         ways["layerwise, issued by the model's thread"] = lambda: run.ms(run.by_models_thread)
     ways["layerwise, saving too"] = lambda: run.saving(order_a_layer=False)
     ways["layerwise, saving too, an order a layer"] = lambda: run.saving(order_a_layer=True)
@@ -158,16 +163,20 @@ def first_tokens(run: Run, repeats: int) -> Table:
 
 def beside_python(run: Run, repeats: int) -> Table:
     """With and without a Python thread that never sleeps, the interpreter lock being all they share."""
-    movers = {"compiled loop": run.auto, "Python loop": run.plain}
-    ways: dict[str, Callable[[], float]] = {"compute alone": lambda: run.ms(run.forward)}
-    for name, mover in movers.items():
-        ways[f"layerwise, {name}"] = lambda m=mover: run.ms(lambda: run.layerwise(m))  # type: ignore[misc]
-        ways[f"issue to landed, {name}"] = lambda m=mover: _issue_to_landed(run, m)  # type: ignore[misc]
-    quiet = in_turn(ways, repeats)
+    ways: dict[str, Callable[[], float]] = {
+        "compute alone": lambda: run.ms(run.forward),
+        "layerwise, compiled loop": lambda: run.ms(lambda: run.layerwise(run.auto)),
+        "issue to landed, compiled loop": lambda: _issue_to_landed(run, run.auto),
+    }
+    slow: dict[str, Callable[[], float]] = {
+        "layerwise, Python loop": lambda: run.ms(lambda: run.layerwise(run.plain)),
+        "issue to landed, Python loop": lambda: _issue_to_landed(run, run.plain),
+    }
+    quiet = in_turn(ways, repeats) | in_turn(slow, FEW)
     with _spinning():
-        loud = in_turn(ways, repeats)
+        loud = in_turn(ways, repeats) | in_turn(slow, FEW)
     rows = {}
-    for name in ways:
+    for name in quiet:
         rows[name] = {"ms": median(quiet[name]), "ms, busy": median(loud[name])}
         rows[name]["busy of quiet"] = rows[name]["ms, busy"] / rows[name]["ms"]
         if name.startswith("layerwise"):
