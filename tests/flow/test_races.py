@@ -10,7 +10,7 @@ from layercast.errors import LayercastError, Refused
 from layercast.flow import runs
 from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
-from layercast.flow.issue import Batch, Issuer
+from layercast.flow.issue import Batch, Issuer, Sent
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, StepOrders
 from layercast.flow.runs import LoadRun
 from layercast.flow.worker import Worker
@@ -122,7 +122,7 @@ def run_of(name, *layers):
     """A load with one empty batch for each of `layers`."""
 
     class Nobody:
-        def opened(self, batch, flight): ...
+        def opened(self, sent): ...
 
         def stopped(self, run): ...
 
@@ -137,9 +137,9 @@ def test_a_batch_that_ended_before_a_rearming_is_not_counted_after_it():
     late, _ = run_of("late", 0)
     run, (first, second) = run_of("run", 1, 1)
     keeper.arm([late, run])
-    run.ended(first, landed(), ())
+    run.ended([Sent(first, landed())])
     assert keeper.wait(0, 0.01)[1] == [late]
-    keeper.opened(first, landed())
+    keeper.opened([Sent(first, landed())])
     assert keeper.wait(1, 0.01)[1] == [run]
     assert set(run.left()) == {second}
 
@@ -188,9 +188,9 @@ class Careless:
 
     kind = SpanKind.PUSH
 
-    def submitted(self, batch, last): ...
+    def submitted(self, sent): ...
 
-    def ended(self, batch, flight, digests):
+    def ended(self, over):
         raise ArithmeticError("a mistake in a callback")
 
 

@@ -184,6 +184,46 @@ def test_an_aborted_save_is_reported_as_not_saved():
         assert worker.idle
 
 
+def save(name, slots, blocks):
+    return SaveOrder(name, name, (BlockPairs(0, tuple(slots), tuple(blocks)),))
+
+
+def test_the_saves_of_a_step_move_together_and_are_told_one_by_one():
+    with worker_of() as (worker, engine, mover):
+        step = worker.begin(StepOrders(0, saves=(save("a", [0, 1], [4, 5]), save("b", [2], [6]))))
+        for layer in range(LAYERS):
+            step.written(layer)
+        outcomes = [*step.end().saves, *settle(worker).saves]
+        assert len(mover.log) == LAYERS
+        block = LAYERS * engine.arrays[0].shape[1]
+        assert [(o.id, o.saved, o.nbytes, o.layers, o.swept_layers) for o in outcomes] == [
+            ("a", True, 2 * block, LAYERS, 0),
+            ("b", True, block, LAYERS, 0),
+        ]
+        assert [o.pieces for o in outcomes] == [sum(int(pieces.count.sum()) for pieces in mover.log), 0]
+
+
+def test_layers_that_no_hook_announced_are_swept_in_one_go():
+    with worker_of() as (worker, _, mover):
+        step = worker.begin(StepOrders(0, saves=(save("a", [0], [4]), save("b", [2], [6]))))
+        step.written(1)
+        outcomes = [*step.end().saves, *settle(worker).saves]
+        assert len(mover.log) == 2
+        assert {(o.saved, o.layers, o.swept_layers) for o in outcomes} == {(True, LAYERS, LAYERS - 1)}
+
+
+def test_an_abort_leaves_the_other_saves_of_its_step_alone():
+    with worker_of() as (worker, _, mover):
+        mover.valve.clear()
+        worker.begin(StepOrders(0, saves=(save("a", [0], [4]), save("b", [2], [6])))).end()
+        worker.abort("a")
+        mover.valve.set()
+        assert {o.request: (o.saved, o.reason) for o in settle(worker).saves} == {
+            "a": (False, "the request was aborted"),
+            "b": (True, ""),
+        }
+
+
 def test_a_save_repeated_by_draft_layers_counts_each_layer_once():
     with worker_of() as (worker, _, mover):
         step = worker.begin(StepOrders(0, (), (SaveOrder("s", "r", (BlockPairs(0, (0,), (3,)),)),)))

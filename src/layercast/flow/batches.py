@@ -9,15 +9,19 @@ from typing import Protocol
 
 from layercast.config import Config
 from layercast.flow.issue import Batch, Run
-from layercast.flow.orders import BlockPairs, LoadOrder
+from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
 from layercast.flow.runs import Expected, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
 from layercast.plan.batches import batches_of_all, windows_of
 from layercast.plan.pieces import CopyPlan, DigestRanges, Pieces, Route, route_between
 from layercast.spec.groups import Layout
 
-Share = tuple[tuple[int, ...], list[Pieces]]
-"""Layers of a window that one group has, and their pieces."""
+SAVE_PARTS = 8
+"""In how many parts a device saves a step's layers."""
+Part = tuple[Pieces, tuple[int, int]]
+"""Pieces, and (bytes, copies) of them."""
+Share = tuple[tuple[int, ...], list[Part]]
+"""Layers of a window that one group has, and their parts."""
 
 
 class SlabMemory(Protocol):
@@ -38,7 +42,7 @@ class SlabMemory(Protocol):
 class Ways:
     """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
 
-    verify: whether what moves is hashed. What lies on a device is not: reading it back costs more than moving it.
+    on_device: whether the engine's memory is a device's.
     """
 
     slab: SlabMemory
@@ -46,7 +50,7 @@ class Ways:
     layers: tuple[int, ...]
     saving: tuple[Route, ...]
     loading: tuple[Route, ...]
-    verify: bool
+    on_device: bool
 
     @staticmethod
     def between(engine: Layout, slab: SlabMemory, config: Config, *, on_device: bool = False) -> "Ways":
@@ -58,8 +62,20 @@ class Ways:
             engine.layers,
             tuple(route_between(ours, theirs) for ours, theirs in pairs),
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
-            config.verify and not on_device,
+            on_device,
         )
+
+    @property
+    def verify(self) -> bool:
+        """Whether what moves is hashed. What lies on a device is not: reading it back costs more than moving it."""
+        return self.config.verify and not self.on_device
+
+    @property
+    def save_window(self) -> int:
+        """Layers that are saved together, 0 for all. A device is handed a step's saves at its end, so that a few parts
+        of it overlap with compute as well as a part a layer does, for less of the forward's time."""
+        window = self.config.layerwise_window
+        return max(window, -(-len(self.layers) // SAVE_PARTS)) if self.on_device and window else window
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -71,10 +87,15 @@ class Ways:
         plans = [(pair.group, self.loading[pair.group].plan(pair.slots, pair.blocks)) for pair in pairs]
         return [(group, plan) for group, plan in plans if plan.blocks]
 
-    def save_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
-        """(group, plan from engine blocks to slots) for every group that moves anything."""
-        plans = [(pair.group, self.saving[pair.group].plan(pair.blocks, pair.slots)) for pair in pairs]
-        return [(group, plan) for group, plan in plans if plan.blocks]
+    def save_plans(self, orders: Sequence[SaveOrder]) -> list[tuple[int, CopyPlan]]:
+        """(group, plan from engine blocks to slots of all orders) for every group that moves anything."""
+        sides: dict[int, tuple[list[int], list[int]]] = {}
+        for order in orders:
+            for pair in order.pairs:
+                blocks, slots = sides.setdefault(pair.group, ([], []))
+                blocks += pair.blocks
+                slots += pair.slots
+        return [(group, self.saving[group].plan(*sides[group])) for group in sorted(sides) if sides[group][0]]
 
     def load_batches(self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = ()) -> list[Batch]:
         """All batches of a load, window by window, each ordered behind `after`."""
@@ -112,19 +133,15 @@ class Ways:
         return batches
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
-        """The copies of a save in the windows that have been written, each ordered behind its flight."""
-        if not save.shares:  # once for all windows of the step
-            windows = windows_of(self.layers, self.config.layerwise_window)
-            firsts = [window[0] for window in windows]
-            save.shares = [dict(zip(firsts, self._shares(plan, windows), strict=True)) for _, plan in save.plans]
+        """The copies of a step's saves in the windows that have been written, each ordered behind its flight."""
         batches: list[Batch] = []
-        for (group, plan), shares in zip(save.plans, save.shares, strict=True):
-            for window, after in written:
-                mine, parts = shares[window[0]]
+        for group, plan in save.plans:
+            shares = self._shares(plan, [window for window, _ in written])
+            for (mine, parts), (_, after) in zip(shares, written, strict=True):
                 if not mine:
                     continue
                 ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
-                batches += _in_a_row(save, save.order.id, mine, parts, ranges, (after,))
+                batches += _in_a_row(save, save.id, mine, parts, ranges, (after,))
                 if ranges:
                     places = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
                     save.places[batches[-1]] = places
@@ -135,7 +152,8 @@ class Ways:
         mine = [tuple(layer for layer in window if layer in plan.columns) for window in windows]
         limits = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
         parts = iter(batches_of_all(plan, [layers for layers in mine if layers], *limits))
-        return [(layers, next(parts) if layers else []) for layers in mine]
+        sized = Sizes()
+        return [(layers, [(part, sized.of(part)) for part in next(parts)] if layers else []) for layers in mine]
 
     def _place(self, group: int, layer: int) -> int:
         """The layer's row in the group's digests."""
@@ -146,11 +164,24 @@ def _in_a_row(
     run: Run,
     owner: str,
     layers: tuple[int, ...],
-    parts: Sequence[Pieces],
+    parts: Sequence[Part],
     digests: Sequence[DigestRanges],
     after: tuple[Flight, ...],
 ) -> list[Batch]:
     """A batch for each part; digests ride on the last one, since movers keep order."""
-    *first, end = parts
-    last = Batch(run, owner, layers, end, tuple(digests), after)
-    return [*(Batch(run, owner, layers, part, (), after) for part in first), last]
+    *first, (end, size) = parts
+    last = Batch(run, owner, layers, end, tuple(digests), after, size)
+    return [*(Batch(run, owner, layers, part, (), after, its) for part, its in first), last]
+
+
+class Sizes:
+    """(bytes, copies) of pieces, counted once for those that share their arrays."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Pieces, tuple[int, int]] | None = None
+
+    def of(self, pieces: Pieces) -> tuple[int, int]:
+        """Of these."""
+        if self._last is None or self._last[0].length is not pieces.length or self._last[0].count is not pieces.count:
+            self._last = pieces, (pieces.nbytes, int(pieces.count.sum()))
+        return self._last[1]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from layercast.errors import DeadlineExceeded
-from layercast.flow.issue import Batch
+from layercast.flow.issue import Batch, Sent
 from layercast.flow.runs import LoadRun
 from layercast.move.base import Flight, Gate
 from layercast.move.flights import HostFlight
@@ -31,19 +31,19 @@ class Gatekeeper:
             self._live = set(runs)
             self._rearm()
 
-    def opened(self, batch: Batch, flight: Flight) -> None:
-        """A batch is under way: its layers' gates will count its end."""
+    def opened(self, sent: Iterable[Sent]) -> None:
+        """Batches are under way: their layers' gates will count their ends."""
         with self._lock:
-            if batch in self._due and batch not in self._flights:
-                self._flights[batch] = flight
-                self._pass(batch, flight)
+            for batch, flight, _ in sent:
+                if batch in self._due and batch not in self._flights:
+                    self._flights[batch] = flight
+                    self._pass(batch, flight)
 
     def skip(self, batches: Sequence[Batch]) -> None:
         """Batches that will never be submitted count as ended."""
         over = HostFlight()
         over.land()
-        for batch in batches:
-            self.opened(batch, over)
+        self.opened([Sent(batch, over) for batch in batches])
 
     def wait(self, layer: int, timeout_s: float) -> tuple[float, list[LoadRun]]:
         """(seconds blocked, the loads that were late for this layer and no longer count)."""

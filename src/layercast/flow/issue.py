@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from layercast.errors import DeadlineExceeded
 from layercast.move.base import DigestFlight, Flight, Mover
@@ -29,19 +29,19 @@ LAST = 1 << 20
 
 
 class Run(Protocol):
-    """A load or a save under way: told of each of its batches, on any thread."""
+    """A load, a push or a step's saves under way: told of its batches on any thread, of several at once if possible."""
 
     @property
     def kind(self) -> SpanKind:
         """How its copies appear in a timeline."""
         ...
 
-    def submitted(self, batch: "Batch", last: Flight) -> None:
-        """The batch is with the mover; it has ended once `last` has."""
+    def submitted(self, sent: Sequence["Sent"]) -> None:
+        """These batches are with the mover; each has ended once its flight has."""
         ...
 
-    def ended(self, batch: "Batch", flight: Flight, digests: Sequence[DigestFlight]) -> None:
-        """The batch has ended, well or not (`flight.error`)."""
+    def ended(self, over: Sequence["Sent"]) -> None:
+        """These batches have ended, well or not (`flight.error`)."""
         ...
 
 
@@ -50,6 +50,7 @@ class Batch:
     """One submission: pieces, then digests of what they moved.
 
     layers: what it brings nearer to complete; its first is the layer that waits for it.
+    size: (bytes, copies) of its pieces.
     """
 
     run: Run
@@ -58,6 +59,15 @@ class Batch:
     pieces: Pieces
     digests: tuple[DigestRanges, ...] = ()
     after: tuple[Flight, ...] = ()
+    size: tuple[int, int] = (0, 0)
+
+
+class Sent(NamedTuple):
+    """A batch that is with the mover, and what ends when it and its digests have."""
+
+    batch: Batch
+    flight: Flight
+    digests: Sequence[DigestFlight] = ()
 
 
 class Issuer:
@@ -144,8 +154,7 @@ class Issuer:
                 flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
             except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
                 flights = [_failed_behind(landed(), error) for _ in batches]
-            for batch, flight in zip(batches, flights, strict=True):
-                self._follow(batch, flight)
+            self._follow(batches, flights)
 
     def _next(self) -> list[Batch]:
         with self._lock:
@@ -172,7 +181,22 @@ class Issuer:
                 self._behind.add(batch)
         return batches
 
-    def _follow(self, batch: Batch, last: Flight) -> None:
+    def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight]) -> None:
+        """Tell runs of what is under way, and see to it that they hear of its end before any gate does.
+
+        Flights of a mover of whole steps end together, or nearly, so there the last one speaks for all of them.
+        """
+        sent = [self._sent(batch, flight) for batch, flight in zip(batches, flights, strict=True)]
+        submitted_s = time.monotonic()
+        for part in [sent] if self._mover.whole_steps else [[one] for one in sent]:
+            self._await(part, submitted_s)
+        for run, mine in _by_run(sent):
+            run.submitted(mine)
+
+    def _await(self, part: Sequence[Sent], submitted_s: float) -> None:
+        part[-1].flight.then(lambda _: self._ended(part, submitted_s))
+
+    def _sent(self, batch: Batch, last: Flight) -> Sent:
         digests: list[DigestFlight] = []
         try:
             for ranges in batch.digests:
@@ -180,27 +204,38 @@ class Issuer:
                 digests.append(digest)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
             last = _failed_behind(last, error)
-        # The run hears of the end before any gate does: what a gate lets through has been checked.
-        submitted_s = time.monotonic()
-        last.then(lambda flight: self._ended(batch, flight, digests, submitted_s))
-        batch.run.submitted(batch, last)
+        return Sent(batch, last, digests)
 
-    def _ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight], submitted_s: float) -> None:
-        try:
-            batch.run.ended(batch, flight, digests)
-        except Exception:  # noqa: BLE001  a mistake in one run must not take a place in flight with it
-            _log.exception("a run raised when it was told that a batch has ended")
+    def _ended(self, part: Sequence[Sent], submitted_s: float) -> None:
+        if late := [one for one in part if not one.flight.done]:
+            part = [one for one in part if one.flight.done]
+            self._await(late, submitted_s)
+        for run, mine in _by_run(part):
+            try:
+                run.ended(mine)
+            except Exception:  # noqa: BLE001  a mistake in one run must not take a place in flight with it
+                _log.exception("a run raised when it was told that a batch has ended")
         if self._timeline.on:
             # The mover keeps order, so a batch began when it was submitted or when the one before it had ended.
             start_s, self._line_free_s = max(submitted_s, self._line_free_s), time.monotonic()
-            for layer in batch.layers:
-                nbytes = batch.pieces.nbytes // len(batch.layers)
-                self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
+            for batch, _, _ in part:
+                for layer in batch.layers:
+                    nbytes = batch.size[0] // len(batch.layers)
+                    self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
-            self._in_flight -= 1
-            self._behind.discard(batch)
+            self._in_flight -= len(part)
+            self._behind.difference_update(batch for batch, _, _ in part)
             self._lock.notify_all()
         self._pump()
+
+
+def _by_run(sent: Sequence[Sent]) -> Iterable[tuple[Run, Sequence[Sent]]]:
+    if all(one.batch.run is sent[0].batch.run for one in sent):
+        return [(sent[0].batch.run, sent)]
+    runs: dict[Run, list[Sent]] = {}
+    for one in sent:
+        runs.setdefault(one.batch.run, []).append(one)
+    return runs.items()
 
 
 def _failed_behind(last: Flight, error: Exception) -> Flight:

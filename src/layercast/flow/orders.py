@@ -145,7 +145,10 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
-    """One save's end on this rank: every layer covered, or why not."""
+    """One save's end on this rank: every layer covered, or why not.
+
+    pieces: copies that the bytes took, and those of the saves of its step that are told behind it with 0.
+    """
 
     id: str
     request: str

@@ -13,9 +13,9 @@ import numpy as np
 
 from layercast.config import Config
 from layercast.errors import LayercastError
-from layercast.flow.issue import Batch, Issuer
+from layercast.flow.issue import Batch, Issuer, Sent
 from layercast.flow.orders import PushOrder
-from layercast.move.base import DigestFlight, Flight, Mover, MoverOver
+from layercast.move.base import Flight, Mover, MoverOver
 from layercast.move.flights import HostFlight, first_error
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.pieces import CopyPlan, Ints, Pieces, Route, route_between
@@ -129,7 +129,8 @@ class PushRun:
             self._announcer.layer_sent(order, layer, (), b"")
             return
         ranges = (plan.digest_ranges(layer, read="source", order="target"),) if self._verify else ()
-        batch = Batch(self, self._transfer, (layer,), plan.layer(layer), ranges, (self._mover.mark(),))
+        pieces, after = plan.layer(layer), (self._mover.mark(),)
+        batch = Batch(self, self._transfer, (layer,), pieces, ranges, after, (pieces.nbytes, int(pieces.count.sum())))
         with self._lock:
             if self._stopped:
                 return
@@ -149,18 +150,19 @@ class PushRun:
         """Whether nothing is queued or being sent, so that the source blocks may be used again."""
         return not self._sending
 
-    def submitted(self, batch: Batch, last: Flight) -> None:
+    def submitted(self, sent: Sequence[Sent]) -> None:
         """Nothing waits for it here."""
 
-    def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
-        """A layer is in the peer's memory, or never will be."""
-        order, blocks = self._sending[batch]
-        self._left(batch)  # before the word goes out: its answer may let others forget this push
-        if flight.error is None:
-            taken = b"".join(digest.digests.astype("<u8").tobytes() for digest in digests)
-            self._announcer.layer_sent(order, batch.layers[0], blocks, taken)
-        else:
-            self._announcer.push_failed(flight.error)
+    def ended(self, over: Sequence[Sent]) -> None:
+        """Layers are in the peer's memory, or never will be."""
+        for batch, flight, digests in over:
+            order, blocks = self._sending[batch]
+            self._left(batch)  # before the word goes out: its answer may let others forget this push
+            if flight.error is None:
+                taken = b"".join(digest.digests.astype("<u8").tobytes() for digest in digests)
+                self._announcer.layer_sent(order, batch.layers[0], blocks, taken)
+            else:
+                self._announcer.push_failed(flight.error)
 
     def _left(self, batch: Batch | None) -> None:
         """One copy less; the last one after a stop is told, once."""

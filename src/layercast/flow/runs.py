@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from layercast.flow.issue import Batch
+from layercast.flow.issue import Batch, Sent
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome, ReceiveOrder, SaveOrder, SaveOutcome
 from layercast.move.base import DigestFlight, Digests, Flight
 from layercast.observe.timeline import SpanKind
-from layercast.plan.pieces import CopyPlan, Pieces
+from layercast.plan.pieces import CopyPlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -54,8 +54,8 @@ class Clocking:
 class Overseer(Protocol):
     """Who a load reports to while it is under way."""
 
-    def opened(self, batch: Batch, flight: Flight) -> None:
-        """A batch was submitted."""
+    def opened(self, sent: Sequence[Sent]) -> None:
+        """Batches were submitted."""
         ...
 
     def stopped(self, run: "LoadRun") -> None:
@@ -87,7 +87,7 @@ class LoadRun:
     def plan(self, batches: Sequence[Batch]) -> None:
         """Take note of every batch that must end before the load has."""
         self._left = dict.fromkeys(batches)
-        self._bytes = sum(batch.pieces.nbytes for batch in batches)
+        self._bytes = sum(batch.size[0] for batch in batches)
         self.layers = frozenset(layer for batch in batches for layer in batch.layers)
 
     @property
@@ -128,28 +128,30 @@ class LoadRun:
         left = [flight for batch, flight in self._left.items() if set(layers) & {*batch.layers}]
         return any(flight is None or not flight.promised(0) for flight in left)
 
-    def submitted(self, batch: Batch, last: Flight) -> None:
-        """A batch is with the mover."""
+    def submitted(self, sent: Sequence[Sent]) -> None:
+        """Batches are with the mover."""
         self.clocking.start()
         with self._changed:
-            if batch in self._left:
-                self._left[batch] = last
-        self.overseer.opened(batch, last)
+            self._left.update((batch, flight) for batch, flight, _ in sent if batch in self._left)
+        self.overseer.opened(sent)
 
-    def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
-        """A batch landed or failed: check its digests, count it."""
-        bad = [] if flight.error else _differing(self.expected.get(batch, ()), digests)
+    def ended(self, over: Sequence[Sent]) -> None:
+        """Batches landed or failed: check their digests, count them."""
+        bad: list[tuple[int, int]] = []
         # The verdict comes before the count: whoever sees that nothing is left sees a failure too.
-        if flight.error is not None:
-            self.fail(LoadEnd.LOST, str(flight.error))
-        elif bad:
-            self.fail(LoadEnd.CORRUPT, f"{len(bad)} blocks differ from what was saved, in layers {batch.layers}")
+        for batch, flight, digests in over:
+            if flight.error is not None:
+                self.fail(LoadEnd.LOST, str(flight.error))
+            elif differ := _differing(self.expected.get(batch, ()), digests):
+                self.fail(LoadEnd.CORRUPT, f"{len(differ)} blocks differ from what was saved, in layers {batch.layers}")
+                bad += differ
         with self._changed:
-            self._left.pop(batch, None)
+            for batch, flight, _ in over:
+                self._left.pop(batch, None)
+                if flight.error is None:
+                    self._moved += batch.size[0]
+                    self._pieces += batch.size[1]
             self.clocking.last_s = time.perf_counter()
-            if flight.error is None:
-                self._moved += batch.pieces.nbytes
-                self._pieces += int(batch.pieces.count.sum())
             self._bad += bad
             self._changed.notify_all()
 
@@ -216,37 +218,42 @@ def _differing(expected: Sequence[Expected], digests: Sequence[DigestFlight]) ->
 
 @dataclass(eq=False)
 class SaveRun:
-    """One save: layers to cover, layers covered, and where its digests go."""
+    """The saves of one step: layers to cover, layers covered, and where their digests go.
+
+    They move together, so one that fails to be copied fails all of them. `id` owns their batches.
+    """
 
     kind: ClassVar[SpanKind] = SpanKind.SAVE
-    order: SaveOrder
+    orders: Sequence[SaveOrder]
     plans: list[tuple[int, CopyPlan]]
     store: Sequence[Digests]
     places: dict[Batch, tuple[tuple[int, int, Ints], ...]] = field(default_factory=dict)
-    shares: list[dict[int, tuple[tuple[int, ...], list[Pieces]]]] = field(default_factory=list)
-    """For each plan, first layer of a window to the layers that the plan has of it and the pieces of each batch."""
     error: BaseException | None = None
-    swept: int = 0
+    _swept: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _written: set[int] = field(default_factory=set)
     _left: set[Batch] = field(default_factory=set)
     _covered: set[int] = field(default_factory=set)
-    _moved: int = 0
-    _pieces: int = 0
+    _copies: int = 0
+    _aborted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.id = self.orders[0].id if self.orders else ""
         self.layers = {layer for _, plan in self.plans for layer in plan.layers}
 
     def completes(self, layer: int, window: Sequence[int]) -> bool:
         """Whether writing this layer makes its window ready to copy; a repeat changes nothing."""
-        if layer in self._written or layer not in self.layers or self.error is not None:
+        if layer in self._written or layer not in self.layers:
             return False
         self._written.add(layer)
         return len(window) == 1 or self.layers.intersection(window) <= self._written
 
-    def missing(self) -> list[int]:
-        """Layers that no hook has announced, ascending."""
-        return sorted(self.layers - self._written)
+    def sweep(self) -> tuple[int, ...]:
+        """Layers that no hook has announced, ascending; they count as written from now on."""
+        missing = tuple(sorted(self.layers - self._written))
+        self._written.update(missing)
+        self._swept.update(missing)
+        return missing
 
     def queue(self, batches: Sequence[Batch]) -> bool:
         """Take note of batches that must end before their layers are covered; False: it is over, don't submit them."""
@@ -255,29 +262,34 @@ class SaveRun:
                 self._left.update(batches)
             return self.error is None
 
-    def submitted(self, batch: Batch, last: Flight) -> None:
+    def submitted(self, sent: Sequence[Sent]) -> None:
         """Nothing waits for a save."""
 
-    def ended(self, batch: Batch, flight: Flight, digests: Sequence[DigestFlight]) -> None:
-        """A batch landed or failed: record its digests, count its layers."""
-        if flight.error is None and digests:
-            for (group, place, slots), digest in zip(self.places[batch], digests, strict=True):
-                self.store[group][place, slots] = digest.digests
+    def ended(self, over: Sequence[Sent]) -> None:
+        """Batches landed or failed: record their digests, count their layers."""
+        for batch, flight, digests in over:
+            if flight.error is None and digests:
+                for (group, place, slots), digest in zip(self.places[batch], digests, strict=True):
+                    self.store[group][place, slots] = digest.digests
         with self._lock:
-            self._left.discard(batch)
-            if flight.error is not None:
-                self.error = self.error or flight.error
-            else:
-                self._moved += batch.pieces.nbytes
-                self._pieces += int(batch.pieces.count.sum())
-                done = set(batch.layers) - {layer for other in self._left for layer in other.layers}
-                self._covered |= done
+            for batch, flight, _ in over:
+                self._left.discard(batch)
+                if flight.error is not None:
+                    self.error = self.error or flight.error
+                else:
+                    self._copies += batch.size[1]
+            left = {layer for other in self._left for layer in other.layers}
+            done = {layer for batch, flight, _ in over if flight.error is None for layer in batch.layers}
+            self._covered |= done - left
 
-    def give_up(self, error: BaseException, batches: Sequence[Batch] = ()) -> None:
-        """End the save as failed; `batches` will never be submitted."""
+    def give_up(self, error: BaseException) -> None:
+        """End it as failed; nothing more of it is submitted."""
         with self._lock:
             self.error = self.error or error
-            self._left.difference_update(batches)
+
+    def abort(self, request: str) -> None:
+        """Have nothing of a request count as saved. What moves goes on."""
+        self._aborted.add(request)
 
     @property
     def settled(self) -> bool:
@@ -285,15 +297,16 @@ class SaveRun:
         with self._lock:
             return not self._left and (self.error is not None or self._covered == self.layers)
 
-    def outcome(self) -> SaveOutcome:
-        """The end, once settled."""
-        return SaveOutcome(
-            id=self.order.id,
-            request=self.order.request,
-            saved=self.error is None,
-            nbytes=self._moved,
-            pieces=self._pieces,
-            layers=len(self._covered),
-            swept_layers=self.swept,
-            reason="" if self.error is None else str(self.error),
-        )
+    def outcomes(self) -> list[SaveOutcome]:
+        """The end of each save, once settled. The copies that all of them took count with the first."""
+        plans, copies, outcomes = dict(self.plans), self._copies, []
+        sizes = {group: plan.nbytes(plan.layers) // plan.blocks for group, plan in self.plans}
+        for order in self.orders:
+            layers = {layer for pair in order.pairs for layer in plans[pair.group].layers}
+            why = "" if self.error is None else str(self.error)
+            why = why or ("the request was aborted" if order.request in self._aborted else "")
+            nbytes = 0 if why else sum(sizes[pair.group] * len(pair.slots) for pair in order.pairs)
+            counts = nbytes, len(layers & self._covered), len(layers & self._swept)
+            outcomes.append(SaveOutcome(order.id, order.request, not why, *counts, why, copies))
+            copies = 0
+        return outcomes

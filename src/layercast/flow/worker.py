@@ -12,7 +12,7 @@ from typing import Protocol
 from layercast.errors import Missing, Refused
 from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
-from layercast.flow.issue import Batch, Issuer
+from layercast.flow.issue import Batch, Issuer, Sent
 from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport, TierOrder
 from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
 from layercast.flow.tier import Tier
@@ -23,8 +23,8 @@ from layercast.plan.pieces import Pieces
 
 HANDED_OVER = 8
 """Saved windows handed over at a time: to wake the thread that copies costs the forward more than all the rest."""
-Ready = tuple[SaveRun, Sequence[int], Flight]
-"""A save, layers that are written, and what their copies wait for."""
+Ready = tuple[Sequence[int], Flight]
+"""Layers that are written, and what their copies wait for."""
 
 
 class Outbound(Protocol):
@@ -78,7 +78,7 @@ class Worker:
         self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab), timeline)
         self.timeline = timeline
         self.peers = peers
-        windows = windows_of(ways.layers, ways.config.layerwise_window)
+        windows = windows_of(ways.layers, ways.save_window)
         self.window_of = {layer: window for window in windows for layer in window}
         self._loads: list[LoadRun] = []
         self._background: list[LoadRun] = []
@@ -99,11 +99,12 @@ class Worker:
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
-        saves = [SaveRun(order, self.ways.save_plans(order.pairs), self.ways.slab.digests) for order in orders.saves]
+        saving = SaveRun(orders.saves, self.ways.save_plans(orders.saves), self.ways.slab.digests)
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
-        self._saves += saves
+        if orders.saves:
+            self._saves.append(saving)
         self.gates.arm([*loads, *arrivals, *joined])
         for run in joined:
             self.issuer.hasten(run.id)
@@ -111,7 +112,7 @@ class Worker:
             _follow(run, flights)
         self.issuer.add_loads(itertools.chain(*loads.values()))
         self.issuer.add_loads(itertools.chain(*background.values()), background=True)
-        return LayerStep(self, orders, [*loads, *arrivals, *joined], saves)
+        return LayerStep(self, orders, [*loads, *arrivals, *joined], saving)
 
     def start(self, orders: Sequence[TierOrder]) -> None:
         """Start copies to and from the store below the slab. Raises Refused where there is none."""
@@ -125,8 +126,8 @@ class Worker:
         for run in [run for run in self._loads if run.order.request == request]:
             run.fail(LoadEnd.ABORTED, "the request was aborted")
         self._said = [run for run in self._said if run.order.request != request]
-        for save in [save for save in self._saves if save.order.request == request]:
-            save.give_up(Missing("the request was aborted"), self.issuer.drop(save.order.id))
+        for saving in self._saves:
+            saving.abort(request)
 
     def report(self, step: int, failed: Sequence[str] = ()) -> StepReport:
         """What has ended since the last report."""
@@ -139,7 +140,7 @@ class Worker:
             step,
             tuple(failed),
             tuple(run.outcome(verify) for run in landed),
-            tuple(save.outcome() for save in saved),
+            tuple(outcome for saving in saved for outcome in saving.outcomes()),
             () if self.tier is None else self.tier.ended(),
             self.mover.halted,
             self.mover.staging_bytes,
@@ -180,9 +181,9 @@ class Worker:
         """Whether everything that was begun has been reported."""
         return not (self._loads or self._saves or self._background) and (self.tier is None or self.tier.idle)
 
-    def opened(self, batch: Batch, flight: Flight) -> None:
-        """A load's batch is under way."""
-        self.gates.opened(batch, flight)
+    def opened(self, sent: Sequence[Sent]) -> None:
+        """Batches of a load are under way."""
+        self.gates.opened(sent)
 
     def stopped(self, run: LoadRun) -> None:
         """A load has failed: move no more of it, and let nobody wait for the rest."""
@@ -217,23 +218,19 @@ class Worker:
 
 def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
     for batch, flight in flights.items():
-        flight.then(lambda ended, batch=batch: run.ended(batch, ended, ()))  # type: ignore[misc]
-        run.submitted(batch, flight)
-
-
-def _give_up(ready: Sequence[Ready], error: BaseException) -> None:
-    for save, _, _ in ready:
-        save.give_up(error)
+        sent = (Sent(batch, flight),)
+        flight.then(lambda _, sent=sent: run.ended(sent))  # type: ignore[misc]
+        run.submitted(sent)
 
 
 class LayerStep:
     """One forward of a worker (see `flow.step.Step`)."""
 
-    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saves: list[SaveRun]) -> None:
+    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saving: SaveRun) -> None:
         self._worker = worker
         self._orders = orders
         self._loads = loads
-        self._saves = saves
+        self._saving = saving
         self._kept: list[tuple[PushOrder, int]] = []
         self._ready: list[Ready] = []
         """What is to be handed over; all that a mover of whole steps gets is, at the end."""
@@ -269,7 +266,7 @@ class LayerStep:
 
     def written(self, layer: int) -> None:
         """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
-        if self._saves:
+        if self._orders.saves:
             self._save(layer)
         for push in self._orders.pushes:
             if self._unjudged(push, layer):
@@ -295,29 +292,22 @@ class LayerStep:
 
     def _save(self, layer: int) -> None:
         window = self._worker.window_of[layer]
-        after: Flight | None = None
-        for save in self._saves:
-            if save.completes(layer, window):
-                after = after or self._worker.mover.mark()
-                self._ready.append((save, window, after))
-        if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
-            self._hand_over()
+        if self._saving.completes(layer, window):
+            self._ready.append((window, self._worker.mover.mark()))
+            if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
+                self._hand_over()
 
     def _hand_over(self) -> None:
         """Have what is ready to be saved issued: the forward's thread, cold from its layers, would be slow at it."""
         ready, self._ready = self._ready, []
         if ready:
-            self._worker.issuer.aside(lambda: self._issue(ready), lambda error: _give_up(ready, error))
+            self._worker.issuer.aside(lambda: self._issue(ready), self._saving.give_up)
 
     def _issue(self, ready: Sequence[Ready]) -> None:
         """Issue saves in the order in which they were written."""
-        every: list[Batch] = []
-        for save in dict.fromkeys(save for save, _, _ in ready if save.error is None):
-            written = [(window, after) for other, window, after in ready if other is save]
-            batches = self._worker.ways.save_batches(save, written)
-            if save.queue(batches):
-                every += batches
-        self._worker.issuer.add_saves(sorted(every, key=lambda batch: batch.layers[0]))
+        batches = self._worker.ways.save_batches(self._saving, ready)
+        if self._saving.queue(batches):
+            self._worker.issuer.add_saves(sorted(batches, key=lambda batch: batch.layers[0]))
 
     def quiet_failed(self, timeout_s: float) -> None:
         """Block until no copy into a block that this forward has read in vain is in flight. Raises DeadlineExceeded."""
@@ -346,10 +336,8 @@ class LayerStep:
     def end(self) -> StepReport:
         """Sweep the layers that no hook announced, open every gate, and report what ended."""
         self._computed()
-        for layer in sorted({layer for save in self._saves for layer in save.missing()}):
-            for save in self._saves:
-                save.swept += layer in save.missing()
-            self._save(layer)
+        if self._orders.saves and (missing := self._saving.sweep()):
+            self._ready.append((missing, self._worker.mover.mark()))
         self._hand_over()
         failed = self.judge()
         for push, layer in self._kept:
