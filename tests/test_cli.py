@@ -55,6 +55,28 @@ def test_doctor_tells_of_a_model_and_translates_what_stood_before_in_one_command
     assert alone.startswith("--kv-transfer-config '{")
 
 
+def test_a_config_file_is_served_as_the_folder_it_lies_in(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = layercast("doctor", "--vllm", "config.json", HOME=str(tmp_path), cwd=tmp_path)
+    assert ran.stdout.splitlines()[-1].startswith(f"vllm serve {tmp_path} ")
+
+
+def test_no_command_is_offered_for_a_model_that_cant_be_served_so(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = layercast("doctor", "--vllm", str(tmp_path), HOME=str(tmp_path))
+    assert (ran.returncode, "vllm serve" in ran.stdout) == (1, False)
+
+
+def test_a_folder_that_cant_be_used_is_an_error_with_translated_settings_too(tmp_path):
+    (tmp_path / "file").touch()
+    theirs = tmp_path / "lmcache.yaml"
+    theirs.write_text(f"chunk_size: 256\nlocal_disk: {tmp_path}/file\nmax_local_disk_size: 1\n")
+    ran = layercast("doctor", "--from", str(theirs), HOME=str(tmp_path))
+    assert (ran.returncode, "file is no folder" in ran.stdout) == (1, True)
+
+
 @pytest.mark.parametrize("arguments", [["--vllm", "no/model"], ["--from", "no-file"]])
 def test_doctor_says_what_it_cant_read_in_one_line(arguments, tmp_path):
     ran = layercast("doctor", *arguments, HOME=str(tmp_path))
@@ -70,7 +92,7 @@ def test_a_wrong_setting_is_one_line_on_stderr_and_no_traceback(arguments, tmp_p
     assert ran.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--out", "--json"])
+@pytest.mark.parametrize("option", ["--out", "--json", "--cache"])
 def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anything_long_runs(option, tmp_path):
     (tmp_path / "file").touch()
     ran = layercast("demo", option, str(tmp_path / "file" / "deeper" / "x"), HOME=str(tmp_path), cwd=tmp_path)
@@ -100,4 +122,8 @@ def test_why_prints_the_receipts_of_a_request_and_fails_without_any(tmp_path):
     log.write_text('INFO receipt {"request":"cmpl-1-0","prompt_tokens":9,"computed_tokens":9}\n')
     done = layercast("why", "cmpl-1", str(log))
     assert (done.returncode, done.stdout) == (0, "cmpl-1-0: 9 prompt tokens, 9 computed, nothing loaded\n")
-    assert layercast("why", "cmpl-2", str(log)).returncode == 1
+    other = layercast("why", "cmpl-2", str(log))
+    assert (other.returncode, other.stdout, other.stderr.count("\n")) == (1, "", 1)
+    assert "cmpl-1-0" in other.stderr
+    log.write_text("INFO nothing of ours\n")
+    assert "print(result.receipt.sentence)" in layercast("why", "cmpl-2", str(log)).stderr

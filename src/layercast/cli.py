@@ -115,12 +115,28 @@ def why(
     from layercast.observe.receipts import receipts_in
 
     with log.open(errors="replace") as lines:
-        found = receipts_in(lines, request)
+        receipts = receipts_in(lines, "")
+    found = [receipt for receipt in receipts if receipt.request.startswith(request)]
     for receipt in found:
         print(receipt.sentence)
     if not found:
-        print(f"{log} has no receipt of {request!r}; set the logger `layercast` to INFO", file=sys.stderr)
+        print(f"{log} has no receipt {_instead(request, [receipt.request for receipt in receipts])}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _instead(request: str, others: list[str]) -> str:
+    """What a log holds instead of a request's receipts, and what to do."""
+    if others:
+        few = ", ".join(list(dict.fromkeys(reversed(others)))[:3])
+        return (
+            f"of {request!r}, but of others, the latest: {few}. vLLM names a request by the id of its answer "
+            "(cmpl-..., chatcmpl-...) and writes the receipt when it has ended"
+        )
+    return (
+        "at all: vLLM writes them where LayercastConnector is in use and the logger `layercast` is at INFO "
+        "(VLLM_LOGGING_LEVEL=INFO); an embedded engine writes none, its results have them: "
+        "print(result.receipt.sentence)"
+    )
 
 
 @app.command()
@@ -144,9 +160,10 @@ def demo(
     from layercast.config import cache_folder, from_sources
 
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
-    figures = json or out / "demo.json"
+    figures, kept = json or out / "demo.json", cache or cache_folder()
     _make_folder(out, "--out")
-    _make_folder(figures.parent, "--json")
+    _make_place(figures)
+    _make_folder(kept, "--cache")
     if vllm:
         _require_vllm()
         from layercast.demo.vllm import run
@@ -155,7 +172,7 @@ def demo(
     from layercast.demo.report import encoded, write_pictures, write_terminal
     from layercast.demo.scenario import Options
 
-    options = Options(config=chosen, cache=cache or cache_folder(), link_gbps=link_gbps or None, dtype=dtype.value)
+    options = Options(config=chosen, cache=kept, link_gbps=link_gbps or None, dtype=dtype.value)
     result = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     write_terminal(result, out, figures)
     figures.write_bytes(encoded(result))
@@ -188,7 +205,7 @@ def bench(
     options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy, brief=brief)
     figures = json or out / f"{what}.json"
     _make_folder(out, "--out")
-    _make_folder(figures.parent, "--json")
+    _make_place(figures)
     report = run(
         options,
         lambda line: print(line, file=sys.stderr, flush=True),
@@ -212,14 +229,23 @@ def _make_folder(folder: Path, option: str) -> None:
     """Raises BadSetting, before anything long has run, if the folder that `option` chose can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise BadSetting(f"{folder}: is no folder; choose another with {option}") from error
     except OSError as error:
         raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with {option}") from error
     if not os.access(folder, os.W_OK):
         raise BadSetting(f"{folder}: can't be written; choose another with {option}")
 
 
+def _make_place(file: Path) -> None:
+    """Raises BadSetting if the file that --json chose can't be written, or is a folder."""
+    _make_folder(file.parent, "--json")
+    if file.is_dir():
+        raise BadSetting(f"{file}: is a folder; name a file with --json")
+
+
 def _write(path: Path, data: bytes) -> None:
-    _make_folder(path.parent, "--json")
+    _make_place(path)
     path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 

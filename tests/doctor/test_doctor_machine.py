@@ -1,8 +1,12 @@
+import json
+
 import msgspec
 import pytest
 
+from layercast import __version__
 from layercast.doctor.checks import GIB, Check, Level
-from layercast.doctor.machine import Facts, gather, judge
+from layercast.doctor.gpu import Card, cards
+from layercast.doctor.machine import Facts, gather, judge, memory_free
 
 GOOD = Facts(
     python="3.11.7",
@@ -21,6 +25,7 @@ GOOD = Facts(
     weights_converted=False,
     config_error="",
 )
+H200 = Card("NVIDIA H200", "32.0 GT/s PCIe x16")
 
 
 def finding(name: str, **changes: object) -> Check:
@@ -50,6 +55,15 @@ def test_a_good_machine_has_nothing_but_ok():
         ("memory", {"host_bytes": 21 * GIB}, Level.ERROR, "21.0 GiB"),
         ("memory", {"host_bytes": 15 * GIB}, Level.WARNING, "20.0 GiB of memory are free"),
         ("memory", {"memory_free": None}, Level.NOTE, "does not tell"),
+        ("gpu", {}, Level.OK, "on the CPU"),
+        ("gpu", {"gpu": True}, Level.WARNING, "no card is given"),
+        ("gpu", {"gpu": True, "cards": (H200, H200)}, Level.OK, "2 x NVIDIA H200 (32.0 GT/s PCIe x16; copies not"),
+        ("gpu", {"gpu": True, "cards": (H200,), "visible": ""}, Level.WARNING, "hides them"),
+        ("gpu", {"gpu": True, "cards": (H200,), "visible": "0"}, Level.OK, "1 x NVIDIA H200"),
+        ("folder", {"folder": "/kv", "folder_error": "/kv is no folder"}, Level.ERROR, "/kv is no folder"),
+        ("folder", {"folder": "/kv", "folder_room": GIB, "folder_bytes": 2 * GIB}, Level.WARNING, "room for 1.0 GiB"),
+        ("folder", {"folder": "/kv", "folder_room": 3 * GIB, "folder_bytes": 2 * GIB}, Level.OK, "/kv"),
+        ("disk", {"cache_error": "/c is no folder"}, Level.WARNING, "no folder"),
         ("memlock", {"memlock": 8 << 20}, Level.NOTE, "8 MiB"),
         ("memlock", {"memlock": 4 * GIB}, Level.OK, "4.0 GiB"),
         ("shm", {"shm_free": 64 << 20}, Level.WARNING, "64 MiB"),
@@ -80,6 +94,10 @@ def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level
         {"shm_free": 0},
         {"loopback_error": "x"},
         {"cache_free": 0},
+        {"cache_error": "x"},
+        {"gpu": True, "torch": "2.13.0"},
+        {"folder": "/kv", "folder_error": "x"},
+        {"folder": "/kv", "folder_bytes": 1},
     ],
 )
 def test_whatever_is_a_warning_or_an_error_says_what_to_do(changes):
@@ -102,3 +120,56 @@ def test_this_machine_can_be_looked_at_and_a_bad_setting_is_a_finding(tmp_path):
     assert facts.config_error == ""
     assert "unknown setting nonsense" in gather(None, environ, ["nonsense=1"]).config_error
     assert list(tmp_path.iterdir()) == []
+
+
+def written(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_card_is_known_by_the_drivers_files_and_its_costs_by_its_own_number(tmp_path):
+    told = "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-0011-22\nBus Location: \t 0000:1B:00.0\nDevice Minor: \t 1\n"
+    written(tmp_path / "proc/driver/nvidia/gpus/0000:1b:00.0/information", told)
+    for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "dev/nvidia-uvm"):
+        written(tmp_path / name, "")
+    written(tmp_path / "sys/bus/pci/devices/0000:1b:00.0/max_link_speed", "32.0 GT/s PCIe\n")
+    written(tmp_path / "sys/bus/pci/devices/0000:1b:00.0/max_link_width", "16\n")
+    kept = {"device": "001122", "layercast": __version__, "links": {"up": {"gbps": 53.6}, "peer 3": {"gbps": 390.2}}}
+    costs, bare = tmp_path / "cache" / "costs-001122.json", Card("an NVIDIA card")
+    assert cards(tmp_path / "cache", tmp_path) == (bare, H200)
+    written(costs, json.dumps(kept))
+    assert cards(tmp_path / "cache", tmp_path) == (bare, Card(H200.name, H200.link, "up 54, peer 390"))
+    for text in ("{", json.dumps(kept | {"layercast": "0"}), json.dumps(kept | {"links": {"up": {}}})):
+        costs.write_text(text)
+        assert cards(tmp_path / "cache", tmp_path) == (bare, H200)
+
+
+@pytest.mark.parametrize(
+    ("limits", "free"),
+    [
+        ({}, 1000 << 10),
+        ({"memory.max": "max\n", "memory.current": "5\n"}, 1000 << 10),
+        ({"memory.max": "9000\n", "memory.current": "5000\n"}, 4000),
+        ({"memory.max": "9000", "memory.current": "5000", "memory.stat": "anon 1\ninactive_file 700\n"}, 4700),
+        ({"memory/memory.limit_in_bytes": "9000", "memory/memory.usage_in_bytes": "9500"}, 0),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "1"}, 1000 << 10),
+    ],
+)
+def test_memory_is_no_more_than_the_container_may_take(tmp_path, limits, free):
+    written(tmp_path / "proc/meminfo", "MemTotal: 2000 kB\nMemAvailable:   1000 kB\n")
+    for name, text in limits.items():
+        written(tmp_path / "sys/fs/cgroup" / name, text)
+    assert memory_free(tmp_path) == free
+    assert memory_free(tmp_path / "nothing") is None
+
+
+def test_a_folder_is_looked_at_before_it_is_there_and_never_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("layercast.doctor.machine.free_bytes", lambda folder: 7)
+    (tmp_path / "file").write_bytes(b"123")
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "block").write_bytes(bytes(1 << 20))
+    facts = {name: gather(None, {}, [f"disk_path={tmp_path / name}"]) for name in ("kv", "new/deeper", "file/deeper")}
+    assert facts["new/deeper"].folder_error == facts["kv"].folder_error == ""
+    assert facts["file/deeper"].folder_error == f"{tmp_path / 'file'} is no folder"
+    assert (facts["kv"].folder_room, facts["new/deeper"].folder_room) == (7 + (1 << 20), 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kv"]

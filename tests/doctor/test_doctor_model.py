@@ -84,6 +84,22 @@ def test_a_state_is_its_convolution_and_its_recurrence(told, nbytes):
     assert model_of(BASE | told).state_bytes == nbytes
 
 
+@pytest.mark.parametrize(
+    ("told", "first"),
+    [
+        ({"model_type": "mamba"}, True),
+        ({"model_type": "falcon_mamba"}, True),
+        ({"model_type": "jamba", "attn_layer_period": 4}, True),
+        ({"model_type": "new", "layers_block_type": ["mamba", "attention"], "mamba_dt_rank": 8}, True),
+        ({"model_type": "mamba2", "time_step_rank": 8}, False),
+        ({"layer_types": ["mamba"] * 8, **MAMBA2}, False),
+        ({}, False),
+    ],
+)
+def test_mamba_1_is_told_from_its_successor(told, first):
+    assert model_of(BASE | told).first_mamba is first
+
+
 def test_a_layer_of_an_unknown_kind_is_named():
     found = model_of(BASE | {"layer_types": ["chunked_attention", "full_attention"] * 4})
     assert (found.unknown, found.layers) == (("chunked_attention",), {FULL: 4})

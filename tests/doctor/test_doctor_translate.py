@@ -84,7 +84,8 @@ def test_nixls_roles_stay_and_need_a_folder():
 def test_several_connectors_become_one_and_a_producer_with_a_folder_needs_no_word():
     disk = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {"local_disk": "/data"}}
     whole = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_port": "20001"}
-    found = translate(whole | {"kv_connector_extra_config": {"connectors": [ASCEND, disk]}})
+    children = [ASCEND | {"kv_role": "kv_producer", "kv_load_failure_policy": None}, disk]
+    found = translate(whole | {"kv_connector_extra_config": {"connectors": children}})
     assert found.settings["disk_path"] == "/data"
     assert found.settings["layerwise_prefetch_layers"] == 3
     assert "kv_role" not in levels(found)
@@ -155,7 +156,52 @@ def test_every_key_is_spoken_of_once(name, extra):
     found = translate(
         {"kv_connector": name, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra | known}
     )
-    assert sorted(check.name for check in found.checks) == sorted(extra | known)
+    pushes = ["kv_connector"] if name.startswith("Nixl") else []
+    assert sorted(check.name for check in found.checks) == sorted([*(extra | known), *pushes])
+
+
+def multi(*children, **more):
+    whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return whole | {"kv_connector_extra_config": {"connectors": list(children), **more}}
+
+
+def test_nixl_alone_says_that_nothing_goes_from_instance_to_instance():
+    (check,) = translate({"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}).checks
+    assert (check.name, check.level) == ("kv_connector", Level.NOTE)
+    assert "disk_path" in check.found
+
+
+def test_whatever_stands_beside_the_settings_of_several_connectors_is_spoken_of():
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cuda", "engine_id": "e"}
+    found = translate(multi(nixl, {"kv_connector": "MultiConnector", "deep": 1} | multi(ASCEND), priority=2))
+    assert {"kv_role", "kv_buffer_device", "engine_id", "priority", "deep", "backend"} <= set(levels(found))
+    said = {check.name: check.found for check in found.checks}
+    assert said["kv_buffer_device"] == 'NixlConnector: "cuda": left out; nothing here reads it.'
+    assert said["kv_role"] == 'NixlConnector: "kv_consumer": that of MultiConnector counts.'
+
+
+def test_a_connector_among_several_that_is_not_known_is_left_out_with_a_word():
+    found = translate(multi(ASCEND, {"kv_connector": "P2pNcclConnector", "kv_port": 1}))
+    assert found.settings["layerwise_prefetch_layers"] == 3
+    assert levels(found)["kv_connector"] is Level.WARNING
+    assert any("P2pNcclConnector" in check.found for check in found.checks)
+
+
+def test_of_two_connectors_that_set_the_same_the_one_that_lost_is_named():
+    first, second = (
+        {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": {"max_local_cpu_size": size}}
+        for size in (1, 2)
+    )
+    found = translate(multi(first, second))
+    assert found.settings == {"host_bytes": 2 << 30}
+    assert [check.level for check in found.checks] == [Level.OK, Level.NOTE]
+    assert f"in place of {1 << 30}" in found.checks[1].found
+
+
+@pytest.mark.parametrize("children", [None, {}, ["LMCacheConnectorV1"]])
+def test_several_connectors_that_are_no_list_of_tables_are_refused(children):
+    with pytest.raises(BadSetting, match="connectors"):
+        translate({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}})
 
 
 @pytest.mark.parametrize("theirs", [{}, {"kv_connector": "NixlConnector", "kv_connector_extra_config": [1]}])

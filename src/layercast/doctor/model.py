@@ -36,6 +36,8 @@ KINDS: Mapping[str, tuple[GroupKind, ...]] = {
 """What configs call a layer, to the caches it has."""
 WHOLE = {"mamba": "mamba", "mamba2": "mamba", "falcon_mamba": "mamba", "falcon_h1": "hybrid"}
 """Types of models all of whose layers are alike, and do not say so."""
+FIRST_MAMBAS = ("mamba", "falcon_mamba", "jamba", "zamba")
+"""Types of models whose recurrent layers are Mamba-1's."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +45,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     state_bytes: of one snapshot in one recurrent layer, 0 where it can't be told. longest: tokens that the model was
     made for, 0 where it does not tell. unknown: names of layers that nothing here knows. drafts: layers of its own that
-    predict further tokens. sparse: attention that picks its tokens by an index of their own.
+    predict further tokens. sparse: attention that picks its tokens by an index of their own. first_mamba: whether the
+    recurrent layers are Mamba-1's.
     """
 
     architecture: str
@@ -55,6 +58,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
     drafts: int = 0
     sparse: bool = False
+    first_mamba: bool = False
     encoder_decoder: bool = False
 
     @property
@@ -121,6 +125,7 @@ def model_of(config: Mapping[str, Any]) -> Model:
         unknown=tuple(sorted({name for name in names if name not in KINDS})),
         drafts=_number(text, "num_nextn_predict_layers", "mtp_num_hidden_layers"),
         sparse="index_topk" in text,
+        first_mamba=bool(kinds[RECURRENT]) and (text.get("model_type") in FIRST_MAMBAS or "mamba_dt_rank" in text),
         encoder_decoder=bool(config.get("is_encoder_decoder")),
     )
 

@@ -6,7 +6,7 @@ extra part alone, or LMCache's YAML as far as it is flat. Imports none of these 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,8 @@ CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
 VALUE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|.*?)\s*(?:(?<=\s)#.*)?""")
 """A value of a YAML line, with what may stand around it."""
 READ_HERE = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+MULTI = "MultiConnector"
+NOT_READ = "left out; nothing here reads it"
 TELLING: Mapping[str, Mapping[str, Rule]] = {"an LMCache file": LMCACHE, "AscendStore": ASCEND, "NIXL": NIXL}
 """Where no connector is named, the one that knows most of the keys is meant."""
 
@@ -149,10 +151,10 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
     for name, table, extra in _parts(theirs):
         for key, value in extra.items():
             checks.append(_translated(name, table, key, value, settings))
-    if "kv_connector" in theirs:
-        others = (key for key in theirs if key not in READ_HERE)
-        checks += (Check(key, Level.NOTE, f"{_shown(theirs[key])}: left out; nothing here reads it.") for key in others)
-    role, policy = theirs.get("kv_role", "kv_both"), theirs.get("kv_load_failure_policy", "fail")
+        if table is NIXL and name in CONNECTORS:
+            checks.append(Check("kv_connector", Level.NOTE, f"{name} sends KV to another instance: {PUSH}."))
+    checks += _left_out(theirs)
+    role, policy = theirs.get("kv_role") or "kv_both", theirs.get("kv_load_failure_policy") or "fail"
     if role != "kv_both" and "disk_path" not in settings:
         found = f"{role}: instances meet in a folder only, and none is named."
         checks.append(Check("kv_role", Level.WARNING, found, 'Add "disk_path", a folder that all of them see.'))
@@ -165,12 +167,9 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
 
 def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Mapping[str, Any]]]:
     """(name, table, settings) of each connector that is meant."""
-    extra = theirs.get("kv_connector_extra_config") or {}
-    if not isinstance(extra, Mapping):
-        raise BadSetting(f"kv_connector_extra_config = {_shown(extra)}: it should be a table of settings")
-    name = theirs.get("kv_connector")
-    if name == "MultiConnector":
-        return [part for child in extra.get("connectors", ()) for part in _parts(child)]
+    name, extra = theirs.get("kv_connector"), _extra(theirs)
+    if name == MULTI:
+        return [part for child in _children(extra) if _known(child) for part in _parts(child)]
     if name is None:
         inner = theirs if "kv_connector_extra_config" not in theirs else extra
         if not inner:
@@ -179,8 +178,49 @@ def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Map
         return [(name, table, inner)]
     if name not in CONNECTORS:
         known = ", ".join(CONNECTORS)
-        raise BadSetting(f"{name}: its settings are not known here; known: {known}, and MultiConnector of these")
+        raise BadSetting(f"{name}: its settings are not known here; known: {known}, and {MULTI} of these")
     return [(name, CONNECTORS[name], extra)]
+
+
+def _extra(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = theirs.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise BadSetting(f"kv_connector_extra_config = {_shown(extra)}: it should be a table of settings")
+    return extra
+
+
+def _children(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The transfer configs that a MultiConnector holds."""
+    children = extra.get("connectors")
+    if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
+        raise BadSetting(f"connectors = {_shown(children)}: it should be a list of tables of settings")
+    return children
+
+
+def _known(child: Mapping[str, Any]) -> bool:
+    return child.get("kv_connector") in (MULTI, *CONNECTORS)
+
+
+def _left_out(theirs: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> Iterator[Check]:
+    """What stands beside the settings and is not carried over. whole: the transfer config whose child this is."""
+    if "kv_connector_extra_config" in theirs or "kv_connector" in theirs:
+        of = "" if whole is None else f"{theirs.get('kv_connector')}: "
+        differs = (
+            () if whole is None else [key for key in READ_HERE[1:3] if theirs.get(key) not in (None, whole.get(key))]
+        )
+        for key in (*differs, *(key for key in theirs if key not in READ_HERE)):
+            why = f"that of {MULTI} counts" if key in differs else NOT_READ
+            yield Check(key, Level.NOTE, f"{of}{_shown(theirs[key])}: {why}.")
+    if theirs.get("kv_connector") != MULTI:
+        return
+    extra = _extra(theirs)
+    yield from (Check(key, Level.NOTE, f"{_shown(extra[key])}: {NOT_READ}.") for key in extra if key != "connectors")
+    for child in _children(extra):
+        if not _known(child):
+            found = f"{child.get('kv_connector')}: left out with all its settings, which are not known here."
+            yield Check("kv_connector", Level.WARNING, found, "Look in its documentation what it would do.")
+        else:
+            yield from _left_out(child, theirs)
 
 
 def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, settings: dict[str, Any]) -> Check:
@@ -193,11 +233,15 @@ def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, s
         return Check(key, Level.NOTE, f"{_shown(value)}: no counterpart; {rule}.")
     if value is None:
         return Check(key, Level.OK, "null: left at our default.")
+    before = settings.get(rule.key)
     try:
         settings[rule.key] = rule.value(value)
     except (TypeError, ValueError) as error:
         raise BadSetting(f"{key} = {_shown(value)}: {error}") from error
-    return Check(key, Level.OK, f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}")
+    found = f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}"
+    if before not in (None, settings[rule.key]):
+        return Check(key, Level.NOTE, f"{found}, in place of {_shown(before)}, which another connector's setting gave.")
+    return Check(key, Level.OK, found)
 
 
 def _plain(key: str) -> str:

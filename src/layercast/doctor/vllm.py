@@ -36,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     command: whether `vllm` finds its own package. plugin: whether our entry point is there; allowed: whether
     VLLM_PLUGINS lets it in. expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
+    memory_free: bytes, None where the system does not tell.
     """
 
     vllm: str | None
@@ -46,6 +47,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     plugin: bool = True
     allowed: bool = True
     expandable: bool = False
+    memory_free: int | None = None
 
 
 def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = "kv_both") -> Setup:
@@ -60,6 +62,7 @@ def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = 
         plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
         allowed=plugins is None or "layercast" in plugins.split(","),
         expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        memory_free=facts.memory_free,
     )
 
 
@@ -77,7 +80,7 @@ def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
         _engine(at),
         _allocator(at),
         _plugin(at),
-        _model(model),
+        _model(model, at),
         _groups(model, at),
         _bytes(model, at),
         _room(model, at),
@@ -93,14 +96,23 @@ def serve_command(name: str, model: Model, at: Setup) -> str:
     chosen, usual = msgspec.to_builtins(at.config), msgspec.to_builtins(Config())
     transfer = transfer_of(at.role, {key: value for key, value in chosen.items() if value != usual[key]})
     module = {} if at.plugin and at.allowed else {"kv_connector_module_path": MODULE}
-    flags = [] if at.gpu else ["--kv-cache-memory-bytes", str(cpu_cache_bytes(model))]
+    flags = [] if at.gpu else ["--kv-cache-memory-bytes", str(cpu_cache_bytes(model, at))]
+    flags += ["--max-model-len", str(cpu_longest(model, at))] if cpu_longest(model, at) < model.longest else []
     flags += ["--enable-prefix-caching", "--mamba-cache-mode", "align"] if model.recurrent_layers else []
     return shlex.join(["vllm", "serve", name, *flags, *flag_of(transfer | module)])
 
 
-def cpu_cache_bytes(model: Model) -> int:
-    """Memory for vLLM's own cache on a CPU: two of the longest prompts, or CPU_CACHE_BYTES."""
-    return max(CPU_CACHE_BYTES, 2 * model.longest * model.attention_layers * model.token_bytes)
+def cpu_longest(model: Model, at: Setup) -> int:
+    """Tokens of the longest prompt two of which take no more than half of the free memory on a CPU."""
+    each = 2 * model.attention_layers * model.token_bytes
+    if at.gpu or at.memory_free is None or not each:
+        return model.longest
+    return min(model.longest, at.memory_free // 2 // each)
+
+
+def cpu_cache_bytes(model: Model, at: Setup) -> int:
+    """Memory for vLLM's own cache on a CPU: two of the longest prompts that it has room for, or CPU_CACHE_BYTES."""
+    return max(CPU_CACHE_BYTES, 2 * cpu_longest(model, at) * model.attention_layers * model.token_bytes)
 
 
 def transfer_of(role: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,12 +176,18 @@ def _plugin(at: Setup) -> Check:
     return Check("plugin", Level.OK, "vLLM finds the connector by its name.")
 
 
-def _model(model: Model) -> Check:
+def _model(model: Model, at: Setup) -> Check:
     layers = ", ".join(f"{count} layers {WORDS[kind]}" for kind, count in model.layers.items())
     found = f"{model.architecture}: {layers or 'no layers that are known here'}."
     if model.encoder_decoder:
         advice = "Serve it without --kv-transfer-config: vLLM has no KV connectors for encoder-decoder models."
         return Check("model", Level.ERROR, found, advice)
+    if model.first_mamba and not at.gpu:
+        found = f"{found} vLLM has no kernel for Mamba-1 on a CPU, with or without a connector."
+        return Check("model", Level.ERROR, found, "Serve it on a GPU.")
+    if model.first_mamba:
+        found = f"{found} These are Mamba-1's, which was never tried."
+        return Check("model", Level.WARNING, found, "Compare a few answers with and without the connector first.")
     if model.unknown:
         strange = f"{found} Others: {', '.join(model.unknown)}; the connector refuses caches that it does not know."
         return Check("model", Level.WARNING, strange, "Start it once: a refusal comes at start and names the cache.")
@@ -217,16 +235,24 @@ def _room(model: Model, at: Setup) -> Check | None:
     if not model.longest:
         return Check("room", Level.OK, f"{found}.")
     found = f"{found}: {tokens / model.longest:,.1f} prompts of {model.longest:,}, the longest it was made for."
-    if tokens < model.longest:
-        return Check("room", Level.NOTE, found, f"For one of them: --set host_bytes={int(model.longest * each) + 1}")
-    return Check("room", Level.OK, found)
+    if tokens >= model.longest:
+        return Check("room", Level.OK, found)
+    need = int(model.longest * each) + 1
+    most = need if at.memory_free is None else at.memory_free // (2 if at.gpu else 4)  # CPUs keep vLLM's cache too
+    if need <= most:
+        return Check("room", Level.NOTE, found, f"For one of them: --set host_bytes={need}")
+    found = f"{found} One of them takes {size(need)}, more than the memory that is free here can spare."
+    more = f"What fits is about {int(most / each):,} tokens: --set host_bytes={most}"
+    return Check("room", Level.NOTE, found, more if most > at.config.host_bytes else "")
 
 
 def _own_memory(model: Model, at: Setup) -> Check | None:
     if at.gpu:
         return None
     found = "On a CPU vLLM takes nearly all memory for a cache of its own, or does not start where others use some."
-    advice = f"--kv-cache-memory-bytes bounds it ({size(cpu_cache_bytes(model))} below); host_bytes comes on top."
+    advice = f"--kv-cache-memory-bytes bounds it ({size(cpu_cache_bytes(model, at))} below); host_bytes comes on top."
+    if (longest := cpu_longest(model, at)) < model.longest:
+        advice += f" Prompts of {model.longest:,} tokens do not fit: --max-model-len {longest}."
     return Check("cache", Level.NOTE, found, advice)
 
 
