@@ -50,7 +50,8 @@ def rivals(ground: Ground) -> tuple[dict[str, Rival], dict[str, str]]:
         except ModuleNotFoundError as error:
             absent[name] = f"not installed ({error.name})"
         except (ImportError, AttributeError, OSError, RuntimeError, TypeError, AssertionError, ValueError) as error:
-            absent[name] = f"does not work here ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            first = next(iter(str(error).splitlines()), "it does not say why")
+            absent[name] = f"does not work here ({type(error).__name__}: {first[:200]})"
         else:
             found |= {each: rival for each, rival in made.items() if each not in wrong}
             absent |= dict.fromkeys(wrong, "did not bring the blocks back")
