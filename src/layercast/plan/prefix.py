@@ -13,6 +13,9 @@ import msgspec
 from layercast.errors import Refused
 from layercast.spec.groups import GroupKind, GroupSpec
 
+_BOUNDED = (GroupKind.WINDOW, GroupKind.RECURRENT)
+"""Groups that need only some of the blocks before a boundary."""
+
 
 class Usable(msgspec.Struct, frozen=True):
     """Tokens that need no computing, and for each group the indices of the blocks to bring in for that, ascending.
@@ -47,16 +50,20 @@ def usable_prefix(
         raise Refused(f"{len(specs)} groups, but presence of {len(present)}: one sequence for each group")
     step = lcm(*(spec.block_size for spec in specs))
     most = max(0, prompt_tokens - 1 if reuse else prompt_tokens)
-    reaches = [_runs(spec, has, local_tokens // spec.block_size) for spec, has in zip(specs, present, strict=True)]
-    boundary = min(most, *(spec.block_size * len(runs) for spec, runs in zip(specs, reaches, strict=True)))
-    boundary -= boundary % step
-    while boundary > local_tokens:
-        ends = [boundary // spec.block_size for spec in specs]
-        firsts = [_first(spec, end) for spec, end in zip(specs, ends, strict=True)]
-        if all(runs[end - 1] >= end - first for runs, first, end in zip(reaches, firsts, ends, strict=True)):
-            skips = (max(first, local_tokens // spec.block_size) for spec, first in zip(specs, firsts, strict=True))
-            return Usable(boundary, tuple(tuple(range(skip, end)) for skip, end in zip(skips, ends, strict=True)))
-        boundary -= step
+    groups = [(spec, has, local_tokens // spec.block_size) for spec, has in zip(specs, present, strict=True)]
+    boundary = min(most, *(spec.block_size * _end(spec, has, local) for spec, has, local in groups))
+    while (boundary := boundary - boundary % step) > local_tokens:
+        spans = [
+            (max(_first(spec, boundary // spec.block_size), local), boundary // spec.block_size)
+            for spec, _, local in groups
+        ]
+        gaps = [
+            _absent(has, first, end) if spec.kind in _BOUNDED else end
+            for (spec, has, _), (first, end) in zip(groups, spans, strict=True)
+        ]
+        if all(gap == end for gap, (_, end) in zip(gaps, spans, strict=True)):
+            return Usable(boundary, tuple(tuple(range(first, end)) for first, end in spans))
+        boundary = min(spec.block_size * gap for spec, gap in zip(specs, gaps, strict=True))
     return Usable(min(local_tokens, most), ((),) * len(specs))
 
 
@@ -89,10 +96,15 @@ def _first(spec: GroupSpec, end: int) -> int:
     return 0
 
 
-def _runs(spec: GroupSpec, has: Sequence[bool], local: int) -> list[int]:
-    """For each block, how many present ones end with it; blocks below `local` are present."""
-    runs: list[int] = []
-    for index in range(max(local, len(has))):
-        there = index < local or (index < len(has) and has[index])
-        runs.append((runs[-1] if runs else 0) + 1 if there else 0)
-    return runs
+def _end(spec: GroupSpec, has: Sequence[bool], local: int) -> int:
+    """Behind the last block at which a prefix could end; blocks below `local` are there."""
+    end = max(local, len(has))
+    return end if spec.kind in _BOUNDED else _absent(has, local, end)
+
+
+def _absent(has: Sequence[bool], first: int, end: int) -> int:
+    """The first block in [first, end) that is absent; `end` if none is."""
+    try:
+        return has.index(False, first, end)
+    except ValueError:
+        return end

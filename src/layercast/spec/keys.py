@@ -9,6 +9,8 @@ Does not know where blocks lie, nor how an engine finds that a block has extras.
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from hashlib import sha256
+from struct import error as StructError
+from struct import pack
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from layercast.errors import NotCacheable
 
 KEY_BYTES = 32
 MAX_TOKEN = 2**31 - 1
+_BLOCK = b"layercast block 1"
 
 
 class ExtraKind(StrEnum):
@@ -93,7 +96,8 @@ def block_keys(
     Raises NotCacheable for a token id or an extra that can't be named.
     """
     parent = known[-1] if known else identity.digest()
-    rest = tokens[len(known) * identity.block_size :]
+    full = len(tokens) // identity.block_size * identity.block_size
+    rest = tokens[len(known) * identity.block_size : full]
     return [*known, *continued_keys(parent, rest, identity.block_size, extras, first_block=len(known))]
 
 
@@ -130,13 +134,14 @@ def continued_keys(
     blocks = len(tokens) // block_size
     ids = _token_bytes(tokens[: blocks * block_size])
     width = 4 * block_size
-    find = _finder(extras or {})
+    head, tail = _u64(2) + _u64(width), _u64(0)  # of `_packed`, where a block has no extras
+    find = _finder(extras) if extras else None
     keys = []
-    for block in range(blocks):
-        tagged = _tagged(find(first_block + block) or (), first_block + block)
-        parent = sha256(
-            b"layercast block 1" + parent + _packed([ids[block * width : (block + 1) * width], tagged])
-        ).digest()
+    for block, at in enumerate(range(0, len(ids), width), first_block):
+        if find is not None:
+            tagged = _tagged(find(block) or (), block)
+            tail = _u64(len(tagged)) + tagged
+        parent = sha256(_BLOCK + parent + head + ids[at : at + width] + tail).digest()
         keys.append(parent)
     return keys
 
@@ -152,18 +157,19 @@ def _at(extra: Extra, offset: int) -> Extra:
 
 def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as little-endian int32. A negative id is an engine's placeholder, so no content."""
-    if len(tokens) == 0:
-        return b""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise NotCacheable(f"token ids must be a flat list of integers in 0..{MAX_TOKEN}, not {tokens.dtype}")
+        tokens = tokens.tolist()
     try:
-        array = np.asarray(tokens)
-    except (OverflowError, ValueError) as error:
+        ids = pack(f"<{len(tokens)}i", *tokens)
+    except StructError as error:
         raise NotCacheable(f"token ids must be integers in 0..{MAX_TOKEN}: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise NotCacheable(f"token ids must be a flat list of integers in 0..{MAX_TOKEN}, not {array.dtype}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high > MAX_TOKEN:
-        raise NotCacheable(f"token id {low if low < 0 else high} is outside 0..{MAX_TOKEN}; its block gets no key")
-    return array.astype("<i4").tobytes()
+    if not ids[3::4].isascii():  # a sign bit
+        raise NotCacheable(f"token id {min(tokens)} is outside 0..{MAX_TOKEN}; its block gets no key")
+    if tokens and isinstance(tokens[0], bool):  # these pass for integers
+        raise NotCacheable(f"token ids must be integers in 0..{MAX_TOKEN}, not {type(tokens[0]).__name__}")
+    return ids
 
 
 def _tagged(extras: Sequence[Extra], block: int) -> bytes:

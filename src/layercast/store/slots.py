@@ -3,10 +3,14 @@
 Does not know keys, leases, addresses or what a slot holds.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
 
 from layercast.errors import BadBlocks, Full
+
+_first = attrgetter("start")
 
 
 class SlotTable:
@@ -43,30 +47,37 @@ class SlotTable:
         """
         if not self.can_allocate(count):
             raise Full(f"{count} slots asked for, {self.free_count} of {self.slots} are free")
-        taken: list[int] = []
-        while len(taken) < count:
-            start, length = self._choose(count - len(taken), after)
-            used = min(length, count - len(taken))
+        taken: list[range] = []
+        left = count
+        while left:
+            start, length = self._choose(left, after)
+            used = min(length, left)
             self._remove(start)
             if used < length:
                 self._insert(start + used, length - used)
-            taken.extend(range(start, start + used))
+            taken.append(range(start, start + used))
+            left -= used
         self.free_count -= count
-        return tuple(sorted(taken))
+        return tuple(chain.from_iterable(sorted(taken, key=_first)))
 
     def free(self, slots: Iterable[int]) -> None:
         """Take back slots, in any order. Raises BadBlocks for one out of range, repeated or free already."""
-        ordered = sorted(slots)
-        for index, slot in enumerate(ordered):
-            repeated = index > 0 and slot == ordered[index - 1]
-            if not 0 <= slot < self.slots or repeated or self._is_free(slot):
-                raise BadBlocks(f"slot {slot} of {self.slots} is not in use, so it can't be freed")
-        first = 0
-        for index, slot in enumerate(ordered):
-            if index + 1 == len(ordered) or ordered[index + 1] != slot + 1:
-                self._merge(ordered[first], index + 1 - first)
-                first = index + 1
-        self.free_count += len(ordered)
+        runs: list[list[int]] = []  # first slot, and the one behind the last
+        for slot in sorted(slots):
+            if runs and runs[-1][1] == slot:
+                runs[-1][1] += 1
+            else:
+                runs.append([slot, slot + 1])
+        behind = 0
+        for start, end in runs:
+            at = bisect_left(self._starts, end)  # the first extent that begins behind the run
+            used_from = self._starts[at - 1] + self._lengths[self._starts[at - 1]] if at else 0
+            if start < max(used_from, behind) or end > self.slots:
+                raise BadBlocks(f"slots {start} to {end - 1} of {self.slots} are not in use, so they can't be freed")
+            behind = end
+        for start, end in runs:
+            self._merge(start, end - start)
+            self.free_count += end - start
 
     def _choose(self, wanted: int, after: int | None) -> tuple[int, int]:
         """The free extent to cut `wanted` slots from: (start, length)."""
@@ -75,10 +86,6 @@ class SlotTable:
         at = bisect_left(self._by_length, (wanted, 0))
         length, start = self._by_length[min(at, len(self._by_length) - 1)]
         return start, length
-
-    def _is_free(self, slot: int) -> bool:
-        at = bisect_right(self._starts, slot) - 1
-        return at >= 0 and slot < self._starts[at] + self._lengths[self._starts[at]]
 
     def _merge(self, start: int, length: int) -> None:
         """Insert a free extent, joined with the ones that touch it."""
