@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from layercast.errors import DeadlineExceeded
 from layercast.move.base import DigestFlight, Flight, Mover
@@ -45,8 +46,7 @@ class Run(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """One submission: pieces, then digests of what they moved.
 
     layers: what it brings nearer to complete; its first is the layer that waits for it.

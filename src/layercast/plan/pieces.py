@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,8 +25,7 @@ Ints = npt.NDArray[np.int64]
 Side = Literal["source", "target"]
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(msgspec.Struct, frozen=True, eq=False):
     """Copies as parallel int64 arrays: `count` times `length` bytes, each step `*_stride` further.
 
     A plain piece has count 1 (its strides are 0). A target stride may be negative; rows never overlap.
@@ -87,6 +87,7 @@ class Pieces:
 
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
 """What there is one of for each piece."""
+_ALONE = [(0, 0)]
 _NONE = np.zeros(0, np.int64)
 _NOTHING = Pieces(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
@@ -175,18 +176,22 @@ class CopyPlan:
         """The pieces of each window; those of windows that are alike but for where they lie share their arrays."""
         if len(windows) < 2 or not self.shifts:
             return [self.window(layers) for layers in windows]
-        first, inside = self.window(windows[0]), self._apart(windows[0][0], windows[0])
+        first, inside = self.window(windows[0]), self._apart(windows[0])
         arrays = (first.source, first.target, first.length, first.count, first.source_stride, first.target_stride)
+        source, target = self.shifts[windows[0][0]]
+        shifts = [self.shifts[layers[0]] for layers in windows]
         return [
-            Pieces(*arrays, self._apart(windows[0][0], layers)[0])
-            if self._apart(layers[0], layers) == inside
+            Pieces(*arrays, (shift[0] - source, shift[1] - target))
+            if self._apart(layers) == inside
             else self.window(layers)
-            for layers in windows
+            for layers, shift in zip(windows, shifts, strict=True)
         ]
 
-    def _apart(self, first: int, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """How far layers lie from one of them, on the source and on the target. Only where layers are alike."""
-        source, target = self.shifts[first]
+    def _apart(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """How far the layers of a window lie from its first, on both sides. Only where layers are alike."""
+        if len(layers) == 1:
+            return _ALONE
+        source, target = self.shifts[layers[0]]
         return [(self.shifts[layer][0] - source, self.shifts[layer][1] - target) for layer in layers]
 
     def nbytes(self, layers: Sequence[int]) -> int:
@@ -356,26 +361,16 @@ def _runs(source: Ints, target: Ints) -> BlockRuns:
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
     """Every column over every run; a column that fills its block stride on both sides is one long piece."""
-    if len(columns.length) == 1:
-        return _spread_one(*(int(getattr(columns, name)[0]) for name in Columns.__slots__), runs=runs)
-    parts = zip(*(getattr(columns, name).tolist() for name in Columns.__slots__), strict=True)
-    return Pieces.join([_spread_one(*part, runs=runs) for part in parts])
-
-
-def _spread_one(
-    source: int, target: int, length: int, source_stride: int, target_stride: int, *, runs: BlockRuns
-) -> Pieces:
-    starts, ends, count = runs.source * source_stride + source, runs.target * target_stride + target, runs.count
-    if not length == source_stride == target_stride:
-        many = (count > 1).astype(np.int64)
-        lengths = np.full_like(count, length)
-        return Pieces(starts, ends, lengths, count, many * source_stride, many * runs.step * target_stride)
-    down = runs.step < 0
+    source_stride, target_stride, length = (
+        array[:, None] for array in (columns.source_stride, columns.target_stride, columns.length)
+    )
+    plain = (length == source_stride) & (length == target_stride) & (runs.step > 0)
+    still = plain | (runs.count == 1)
     return Pieces(
-        starts,
-        ends,
-        np.where(down, length, count * length),
-        np.where(down, count, 1),
-        np.where(down, source_stride, 0),
-        np.where(down, -target_stride, 0),
+        (runs.source * source_stride + columns.source[:, None]).ravel(),
+        (runs.target * target_stride + columns.target[:, None]).ravel(),
+        np.where(plain, runs.count * length, length).ravel(),
+        np.where(plain, 1, runs.count).ravel(),
+        np.where(still, 0, source_stride).ravel(),
+        np.where(still, 0, runs.step * target_stride).ravel(),
     )

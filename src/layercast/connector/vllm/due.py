@@ -9,7 +9,7 @@ from itertools import count
 from layercast.connector.vllm.metadata import Orders
 from layercast.control.scheduler import Table
 from layercast.flow.orders import LoadOrder, SaveOrder, StepOrders, TierOrder
-from layercast.spec.groups import GroupSpec
+from layercast.spec.groups import GroupKind, GroupSpec
 
 
 class Due:
@@ -58,6 +58,15 @@ class Due:
 def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:
     """Block tables by group; vLLM's block 0 is the null block."""
     return [[block or None for block in ids] for ids in block_ids]
+
+
+def table_to_save(
+    spec: GroupSpec, group: int, block_ids: Sequence[Sequence[int]], offers: Iterable[tuple[int, int, int]]
+) -> Table:
+    """The table that a group's saves are read from. offers: as `snapshots_of`."""
+    if spec.kind is GroupKind.RECURRENT:
+        return snapshots_of(spec, group, offers)
+    return block_ids[group] if spec.kind is GroupKind.FULL else [block or None for block in block_ids[group]]
 
 
 def snapshots_of(spec: GroupSpec, group: int, offers: Iterable[tuple[int, int, int]]) -> Table:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from layercast.connector.vllm.tracked import Tracked
+from layercast.connector.vllm.versions import Tables
 from layercast.control.rates import Rates
 from layercast.flow.orders import LoadOrder
 from layercast.plan.policy import Company
@@ -24,10 +25,25 @@ class Forwards:
         """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
         self.leaving: dict[str, Tracked] = {}
         """Requests that have ended while what became of their loads was still to be reported."""
+        self.unsure: set[Tracked] = set()
+        """Those whose load has failed and who have not computed since."""
+        self._readers: list[Tracked] = []
         self._running: Collection[str] = ()
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
         self._last_end_s = 0.0
+
+    def read_by(self, scheduled: Collection[str], tracked: Mapping[str, Tracked], tables: Tables) -> None:
+        """A step is ordered: who computes again, and which blocks share its forward with a load that has not ended."""
+        if self.unsure:
+            for known in [known for known in self.unsure if known.request.request_id in scheduled]:
+                known.failed = False
+                self.unsure.remove(known)
+        for known in self._readers:
+            known.reading = ()
+        self._readers = [tracked[name] for name in scheduled if name in tracked] if self.reading else []
+        for known in self._readers:
+            known.reading = tables.of(known.request.request_id)[0]
 
     def company(self, request: str, alive: Collection[str]) -> Company:
         """Who shares the coming forward with a request that is about to be admitted."""

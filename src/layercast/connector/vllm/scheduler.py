@@ -21,11 +21,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
 from layercast.connector.vllm import events, recovery
-from layercast.connector.vllm.due import Due, snapshots_of, tables_of
+from layercast.connector.vllm.due import Due, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
+from layercast.connector.vllm.saves import Saves
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import Tracked, wishes_of
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
@@ -33,9 +34,8 @@ from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
-from layercast.flow.orders import LoadOutcome, SaveOutcome
+from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome
 from layercast.observe.receipts import DISK, MissReason
-from layercast.spec.groups import GroupKind
 
 _log = logging.getLogger("layercast")
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -108,6 +108,11 @@ class SchedulerHooks(KVConnectorBase_V1):
             raise BrokenInvariant("no worker has said yet what it registered; report this")
         return self.side
 
+    @cached_property
+    def _saves(self) -> Saves:
+        drafts = self._vllm_config.speculative_config
+        return Saves(self._side, self._tables, 1 + (drafts.num_speculative_tokens or 0 if drafts else 0))
+
     # ---- loads ----
 
     def on_new_request(self, request: Request) -> None:
@@ -177,6 +182,7 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
         known.failed = True
+        self._forwards.unsure.add(known)
         if known.parked:
             self._due.lost_requests.add(known.request.request_id)
         else:
@@ -198,14 +204,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled and self._forwards.coming:
             self._join(scheduled)
-        for name, tokens in scheduled.items():
-            known = self.tracked.get(name)
-            if known is None:
-                continue
-            before = known.request.num_computed_tokens
-            known.failed = False
-            known.reading = self._tables.of(name)[0] if self._forwards.reading else ()
-            self._save(known, before, before + tokens)
+        self._forwards.read_by(scheduled, self.tracked, self._tables)
+        if self.side is not None:
+            for save in self._saves.step(scheduler_output, self.tracked):
+                self._order(save)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
         if self.side is not None and self.side.backing.waiting:
             self._due.tier += self.side.backing.orders()
@@ -236,29 +238,11 @@ class SchedulerHooks(KVConnectorBase_V1):
                     self._due.lost_blocks |= order.blocks
                 del coming[name]
 
-    def _save(self, known: Tracked, before: int, after: int, ended: Sequence[list[int]] | None = None) -> None:
-        """Order the save of blocks that are complete after a step and whose tokens are known; drafts never are.
-
-        ended: the block tables of a request that has ended.
-        """
-        request = known.request
-        start = min(known.saved, before)
-        end = min(after, request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens)
-        grain = min(spec.block_size for spec in self._side.specs)
-        if not known.save or end // grain <= start // grain:
-            return
-        known.saved = end
-        name = request.request_id
-        tables = tables_of(self._tables.of(name) if ended is None else ended)
-        snapshots = self._tables.snapshots(name) if ended is None else ()
-        for group, spec in enumerate(self._side.specs):
-            if spec.kind is GroupKind.RECURRENT:
-                tables[group] = snapshots_of(spec, group, snapshots)
-        order = self._side.save_order(name, request.all_token_ids[:end], start, end, tables, known.extras)
-        if order is not None:
-            self._holds.keep(order.id, order.pairs)
-            self._due.saves.append(order)
-            self._drain_until_s = time.monotonic() + DRAIN_S
+    def _order(self, save: SaveOrder) -> None:
+        """Have a save made in the next step, and keep its blocks until it is over."""
+        self._holds.keep(save.id, save.pairs)
+        self._due.saves.append(save)
+        self._drain_until_s = time.monotonic() + DRAIN_S
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -267,9 +251,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.pop(request.request_id, None)
         if known is None:
             return False, None
+        self._saves.forget(request.request_id)
+        self._forwards.unsure.discard(known)
         reading = known.loading is not None and request.status not in ANSWERED
-        if not (reading or known.failed):
-            self._save(known, request.num_computed_tokens, request.num_computed_tokens, block_ids)
+        if not (reading or known.failed) and (save := self._saves.last(known, block_ids)) is not None:
+            self._order(save)
         said = request.request_id in self._forwards.coming and (reading or known.failed)
         if said or (known.reading and self._forwards.reading and request.status not in ANSWERED):
             self._holds.doubt(block_ids[0])  # nobody may find a load, or what is made of one, that may yet fail
@@ -341,6 +327,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.get(request)
         if known is not None:
             known.failed, known.load, known.loading = True, False, None
+            self._forwards.unsure.add(known)
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What has been counted since the last call."""
@@ -392,8 +379,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.miss = None if role.is_kv_consumer else MissReason.PRODUCER
             self.tracked[request.request_id] = known
             try:
-                grain = min(spec.block_size for spec in self._side.specs)
-                known.extras = extras_of(request, self._adapters, grain, wishes.salt)
+                known.extras = extras_of(request, self._adapters, self._saves.grain, wishes.salt)
             except NotCacheable:
                 known.load = known.save = False
                 known.miss = MissReason.NOT_CACHEABLE

@@ -118,10 +118,11 @@ class Tables:
             self._followed[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if name in cached.resumed_req_ids:
-                self._followed.pop(name, None)
-            table = self._followed.setdefault(name, [[] for _ in more or ()])
-            for ids, added in zip(table, more or (), strict=False):
+            if not more:
+                continue
+            if name in cached.resumed_req_ids or name not in self._followed:
+                self._followed[name] = [[] for _ in more]
+            for ids, added in zip(self._followed[name], more, strict=True):
                 ids.extend(added)
 
     def of(self, name: str) -> Sequence[Sequence[int]]:
