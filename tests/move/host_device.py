@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, memory_copy
+from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, Driver, memory_copy
 from layercast.move.kernels.pieces import PieceKernel, copy_reference
 
 KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
@@ -28,6 +28,7 @@ class HostDevice:
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.log: list[tuple[object, ...]] = []
+        self.lost = ""
         self.room = room
         self.failing: dict[str, int] = {}
         self.memory: dict[int, tuple[int, int, np.ndarray]] = {}
@@ -83,13 +84,8 @@ class HostDevice:
 
     def bind(self) -> None: ...
 
-    def check(self, what: str, code: int) -> None:
-        from layercast.errors import DeviceFailed, OutOfMemory
-
-        if code == 2:
-            raise OutOfMemory(what)
-        if code:
-            raise DeviceFailed(f"{what} failed: {code}")
+    check = Driver.check
+    name_of = staticmethod(str)
 
     def _new(self) -> int:
         with self._lock:

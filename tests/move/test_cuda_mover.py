@@ -1,10 +1,11 @@
 import os
+import sys
 
 import numpy as np
 import pytest
 from host_device import KERNEL, DeviceMemory, HostDevice
 
-from layercast.errors import DeviceFailed, Missing
+from layercast.errors import BrokenInvariant, DeviceFailed, Missing
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_issue import compiled_issue, plain_issue
@@ -131,14 +132,47 @@ def test_an_error_of_the_device_fails_the_flight_and_stops_nothing(device, call)
     memory.write(source, b"x" * 4096)
     rows = [(source, target, 32), (source + 64, target + 64, 32)]
     lists = [pieces_of(*rows) if call == "launch" else pieces_of(rows[0])]
-    device.failing[call] = 700
+    device.failing[call] = 1
     (flight,) = mover.submit_all(lists)
-    with pytest.raises(DeviceFailed, match="700"):
+    with pytest.raises(DeviceFailed, match="1"):
         flight.wait(SOON_S)
+    assert mover.halted == ""
     device.failing.clear()
     (flight,) = mover.submit_all(lists)
     flight.wait(SOON_S)
     assert memory.read(target, 32) == b"x" * 32
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("call", ["copy_batch", "sleep"])
+def test_a_mover_whose_device_is_lost_says_so(device, call):
+    mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    assert mover.halted == ""
+    device.failing[call] = 700
+    with pytest.raises(DeviceFailed, match="restart the engine"):
+        mover.submit(pieces_of((source, target, 16))).wait(SOON_S)
+    assert "700" in mover.halted
+    device.failing.clear()
+    mover.close(SOON_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", ["_issue", "sleep_until"])
+def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_waiting(device, dies, monkeypatch):
+    mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    pieces = pieces_of((source, target, 16))
+    mover.submit(pieces).wait(SOON_S)
+    assert mover.halted == ""
+    monkeypatch.setattr(mover if dies == "_issue" else device, dies, lambda *_: sys.exit())
+    for flight in (
+        [mover.submit(pieces), *mover.submit_all([pieces] * 2)] if dies == "sleep_until" else [mover.submit(pieces)]
+    ):
+        with pytest.raises(BrokenInvariant, match="restart the engine"):
+            flight.wait(SOON_S)
+    assert "restart the engine" in mover.halted
+    monkeypatch.undo()
     mover.close(SOON_S)
 
 

@@ -199,6 +199,12 @@ class CudaMover(Mover):
         """Most bytes of device and pinned memory taken for staging since the start."""
         return self._staged
 
+    @property
+    def halted(self) -> str:
+        """Why the device is lost, or a thread has ended by itself."""
+        workers = [worker for arm in list(self._arms.values()) for worker in (arm.line, arm.watcher)]
+        return self._driver.lost or next((worker.halted for worker in workers if worker.halted), "")
+
     def prefer(self, costs: dict[Direction, Costs]) -> None:
         """Choose ways by these costs from now on."""
         for direction, cost in costs.items():

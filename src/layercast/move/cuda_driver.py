@@ -14,6 +14,8 @@ from layercast.errors import DeviceFailed, OutOfMemory, Refused
 HOST, DEVICE, PAGEABLE = 1, 2, 0
 """Where an address lies: pinned host memory, device memory, or host memory the device can't reach by itself."""
 _NO_MEMORY, _NOT_READY, _UNSUPPORTED = 2, 600, 801
+_FATAL = {214, 220, 700, 702, 709, 710, *range(714, 720)}
+"""Memory or links that failed, and kernels that went wrong: every later call in the process fails likewise."""
 _BLOCKING_SYNC, _DISABLE_TIMING, _NON_BLOCKING, _PORTABLE = 1, 2, 1, 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _ALREADY_REACHED = 704
@@ -57,6 +59,8 @@ class Driver:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise Refused(f"no CUDA driver here ({error}); use the CPU mover, or install NVIDIA's driver") from error
+        self.lost = ""
+        """Why nothing works on this device any more in this process; empty while it does."""
         self.check("cuInit", self._lib.cuInit(0))
         self.device = device
         handle, context = ctypes.c_int(), ctypes.c_void_p()
@@ -88,6 +92,9 @@ class Driver:
         text = f"{what} failed: {self.name_of(code)}"
         if code == _NO_MEMORY:
             raise OutOfMemory(f"{text}; lower gpu_staging_bytes or host_bytes, or free memory")
+        if code in _FATAL:
+            self.lost = self.lost or f"{text}, so nothing works on this device any more; restart the engine"
+            raise DeviceFailed(self.lost)
         raise DeviceFailed(f"{text}; the copy did not happen, and a device that keeps failing needs a new process")
 
     def name_of(self, code: int) -> str:

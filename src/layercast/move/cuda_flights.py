@@ -11,11 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
-from layercast.errors import DeadlineExceeded, LayercastError
+from layercast.errors import BrokenInvariant, DeadlineExceeded, LayercastError
 from layercast.landing import Landing
 from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
@@ -195,40 +196,72 @@ class Mark(HostFlight):
             self._watch([self])
 
 
+Watched = Sequence[CudaFlight | Mark]
+"""The flights of a wave, or marks."""
+
+
 class Watcher:
     """One thread that ends flights in the order in which they were handed to it."""
 
     def __init__(self, driver: Driver, name: str) -> None:
-        self._flights: queue.SimpleQueue[Sequence[CudaFlight | Mark]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_watch, args=(driver, self._flights), name=name, daemon=True)
+        self._driver = driver
+        self._flights: queue.SimpleQueue[Watched] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.halted = ""
+        """Why no flight ends any more, if the thread has ended by itself."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, flights: Sequence[CudaFlight | Mark]) -> None:
+    def add(self, flights: Watched) -> None:
         """End these, a wave or a mark, when the event behind the last of them has happened."""
-        self._flights.put(flights)
+        with self._lock:
+            self._flights.put(flights)
+            halted = bool(self.halted)
+        if halted:
+            self._give_up()
 
     def close(self, timeout_s: float) -> None:
         """End the thread once all it was given has ended. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
+        self._closed = True
         self._flights.put(())
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise DeadlineExceeded(f"{self._thread.name}: copies have not ended within {timeout_s:g} s")
 
+    def _run(self) -> None:
+        flights: Watched = ()
+        try:
+            self._driver.bind()
+            while flights := self._flights.get():
+                _settle(self._driver, flights)
+                flights = ()  # what they keep must not live until the next come
+        finally:
+            if not self._closed:
+                with self._lock:
+                    self.halted = f"{self._thread.name} has ended, so no copy is known to land; restart the engine"
+                    self._flights.put(flights)
+                self._give_up()
 
-def _watch(driver: Driver, work: "queue.SimpleQueue[Sequence[CudaFlight | Mark]]") -> None:
-    driver.bind()
-    while flights := work.get():
-        last = flights[-1]
-        if isinstance(last, CudaFlight):
-            try:
-                driver.sleep_until(last.wave.event.handle)
-            except LayercastError as error:
-                for flight in flights:
-                    flight.fail(error)
-        for flight in flights:
-            flight.settle(driver)
-        del flight, flights, last
+    def _give_up(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                for flight in self._flights.get_nowait():
+                    if not flight.done:
+                        flight.fail(BrokenInvariant(self.halted))
+
+
+def _settle(driver: Driver, flights: Watched) -> None:
+    last = flights[-1]
+    if isinstance(last, CudaFlight):
+        try:
+            driver.sleep_until(last.wave.event.handle)
+        except LayercastError as error:
+            for flight in flights:
+                flight.fail(error)
+    for flight in flights:
+        flight.settle(driver)
 
 
 def standing(flight: Flight) -> bool:
