@@ -36,6 +36,7 @@ from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
 from layercast.errors import BrokenInvariant, NotCacheable
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome
 from layercast.observe.receipts import DISK, MissReason
+from layercast.plan.policy import NO_HIT
 
 _log = logging.getLogger("layercast")
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -120,7 +121,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is not None and self.side.backing.there:
             known = self._track(request)
             if known.load and not request.skip_reading_prefix_cache:
-                self.side.seek(request.request_id, request.all_token_ids[:], known.extras)
+                self.side.seek(request.request_id, request.all_token_ids, known.extras)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond those that vLLM holds, whether in the background); None: ask again."""
@@ -132,7 +133,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
         match = self._side.match(
-            request.all_token_ids[:],
+            request.all_token_ids,
             known.extras,
             num_computed_tokens,
             request.request_id,
@@ -155,6 +156,9 @@ class SchedulerHooks(KVConnectorBase_V1):
         if known is None:
             return
         match, known.match = known.match, None
+        if not known.counted:
+            known.counted, mode = True, NO_HIT.mode if match is None else match.decision.mode
+            self._stats.looked_up(num_external_tokens, known.tier, mode, known.miss)
         if match is None or num_external_tokens == 0:
             return
         known.promised, known.failed = num_external_tokens, False
@@ -264,7 +268,6 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._side.finish(request.request_id)
         if not self.tracked:
             self._holds.relinquish()
-        self._stats.looked_up(known.promised, known.tier, known.decision.mode, known.miss)
         if known.loading is None:
             self._leave_receipt(known)
         else:

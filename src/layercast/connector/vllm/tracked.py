@@ -38,6 +38,8 @@ class Tracked:
     promised: int = 0
     tier: str = HOST
     """Where what was promised came from: "disk" if any of it was brought up for this request."""
+    counted: bool = False
+    """Whether its first look-up is in the metrics."""
     asked_s: float | None = None
     """When it was first told to ask again."""
     decision: Decision = NO_HIT
