@@ -77,7 +77,7 @@ def driver(block_major=False, dtype="uint8", blocks=BLOCKS, **settings):
 def flip(drive, tokens, block, layer):
     """Change one byte of a saved block."""
     slab = drive.pool.worker.ways.slab
-    slot = drive.pool.directory._shelves[0].stored[drive.pool.match(tokens).keys[0][block]].slot
+    slot = drive.pool.directory._shelves[0].stored[drive.pool.match(tokens).keys[0][block]]
     data = bytearray(slab.read(0, slot, layer))
     data[7] ^= 1
     slab.write(0, slot, layer, bytes(data))

@@ -76,7 +76,7 @@ def test_an_object_is_the_layers_of_a_block_as_they_lie_in_the_slab(folder):
         slab, match = drive.pool.worker.ways.slab, drive.pool.match(TOKENS)
         stored = drive.pool.directory._shelves[0].stored
         for key in match.keys[0]:
-            layers = b"".join(slab.read(0, stored[key].slot, layer) for layer in range(LAYERS))
+            layers = b"".join(slab.read(0, stored[key], layer) for layer in range(LAYERS))
             file = folder / "rank-0-of-1" / key.hex()[:2] / key.hex()
             assert file.read_bytes()[HEADER.size :] == layers
 
@@ -156,7 +156,7 @@ def test_a_damaged_slot_is_not_written_behind(folder):
         drive.drain()
         assert len(files_of(folder)) == 1
         flip(drive, TOKENS, 0, 2)
-        slot = drive.pool.directory._shelves[0].stored[drive.pool.match(TOKENS).keys[0][0]].slot
+        slot = drive.pool.directory._shelves[0].stored[drive.pool.match(TOKENS).keys[0][0]]
         shutil.rmtree(folder)
         drive.pool.backing.saved("again", [drive.pool.match(TOKENS).keys[0][:1]])
         drive.drain()

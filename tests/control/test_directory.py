@@ -474,7 +474,7 @@ class AnySequence(RuleBasedStateMachine):
         }
 
     def slot_of(self, group, wanted):
-        return self.pool._shelves[group].stored[wanted].slot
+        return self.pool._shelves[group].stored[wanted]
 
     @precondition(lambda self: self.saves)
     @rule(data=st.data(), rank=st.integers(0, RANKS - 1))

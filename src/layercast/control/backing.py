@@ -197,10 +197,7 @@ class Backing:
             except Full:
                 return
             if reservation.blocks:
-                names = [
-                    [named[i] for i in indices] for named, indices in zip(search.keys, reservation.indices, strict=True)
-                ]
-                self._order(reservation.id, True, names, reservation.slots)
+                self._order(reservation.id, True, reservation.keys, reservation.slots)
                 self._fetches[reservation.id] = request, self.directory.ranks
 
     def _order(self, name: str, fetch: bool, keys: Keys, slots: Sequence[Sequence[int]]) -> None:

@@ -3,7 +3,7 @@
 Does not know leases, slots or who listens.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -29,15 +29,14 @@ class Changes:
     def __init__(self) -> None:
         self._since: list[Change] = []
 
-    def stored(self, group: int, chain: Sequence[bytes], fresh: Collection[bytes], tokens: Sequence[int]) -> None:
-        """Those of a chain of keys that are `fresh` became visible."""
+    def stored(self, group: int, chain: Sequence[bytes], fresh: Iterable[int], tokens: Sequence[int]) -> None:
+        """Those of a chain of keys whose indices are `fresh` became visible."""
         run: list[int] = []
-        for index, key in enumerate(chain):
-            if key in fresh:
-                run.append(index)
-            elif run:
+        for index in sorted(fresh):
+            if run and index != run[-1] + 1:
                 self._run(group, chain, run, tokens)
                 run = []
+            run.append(index)
         if run:
             self._run(group, chain, run, tokens)
 

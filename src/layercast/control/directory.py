@@ -5,7 +5,7 @@ nothing. Does not know addresses, bytes, tensors or how blocks move.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -15,7 +15,7 @@ from math import inf
 import msgspec
 
 from layercast.control.changes import Changes
-from layercast.control.shelf import Absence, Block, Shelf
+from layercast.control.shelf import Absence, Shelf
 from layercast.errors import Full, Missing, Refused
 
 __all__ = ["Absence", "Directory", "Lease", "LeaseState", "Reservation", "Stats"]
@@ -47,7 +47,7 @@ class Lease:
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Slots to save into: for each group the indices of the keys to be saved, and their slots.
+    """Slots to save into: for each group the indices of the keys to be saved, their slots, and the keys themselves.
 
     It lasts until every rank has reported, however long: a slot that a copy may still reach can't be another's.
     """
@@ -56,11 +56,12 @@ class Reservation(msgspec.Struct, frozen=True):
     request: str
     indices: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
+    keys: tuple[list[bytes], ...]
 
     @property
     def blocks(self) -> int:
         """Blocks to save; 0 when all are stored or being saved already (there is then nothing to report)."""
-        return sum(len(slots) for slots in self.slots)
+        return sum(map(len, self.slots))
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -87,13 +88,16 @@ class Stats(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Saving:
-    """A reservation under way: its blocks of each group, and the ranks that have ended with and without their bytes."""
+    """A reservation under way. chains: the keys of the whole prefix, by group.
 
-    keys: tuple[Keys, ...]
-    blocks: list[list[Block]]
-    tokens: Sequence[int] = ()
-    done: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
+    ended: ranks that have, with their bytes or without; failed: whether one has without.
+    """
+
+    reservation: Reservation
+    chains: tuple[Keys, ...]
+    tokens: Sequence[int]
+    ended: set[int] = field(default_factory=set)
+    failed: bool = False
 
 
 class Directory:
@@ -118,8 +122,8 @@ class Directory:
         self.clock = clock
         self._lease_s = lease_s
         self._ranks = ranks
-        self._leases: OrderedDict[str, tuple[Lease, list[list[Block]]]] = OrderedDict()
-        self._kept: dict[str, tuple[Lease, list[list[Block]]]] = {}
+        self._leases: OrderedDict[str, Lease] = OrderedDict()
+        self._kept: dict[str, Lease] = {}
         """Leases without a deadline."""
         self._savings: OrderedDict[str, _Saving] = OrderedDict()
         self._numbers = count()
@@ -193,8 +197,8 @@ class Directory:
 
     def keep(self, request: str, wanted: Sequence[Keys]) -> Lease:
         """As `lease`, but until it is released, for copies that take the time they need; counts as no hit."""
-        lease, blocks = self._pinned(request, wanted, inf)
-        self._kept[lease.id] = (lease, blocks)
+        lease = self._pinned(request, wanted, inf)
+        self._kept[lease.id] = lease
         return lease
 
     def lease(self, request: str, wanted: Sequence[Keys], lasting: bool = False) -> Lease:
@@ -206,14 +210,18 @@ class Directory:
         if lasting:
             lease = self.keep(request, wanted)
         else:
-            lease, blocks = self._pinned(request, wanted, self.clock() + self._lease_s)
-            self._leases[lease.id] = (lease, blocks)
+            lease = self._pinned(request, wanted, self.clock() + self._lease_s)
+            self._leases[lease.id] = lease
         self._counts["hits"] += sum(map(len, lease.slots))
         return lease
 
-    def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> tuple[Lease, list[list[Block]]]:
+    def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> Lease:
+        groups = self._by_group(wanted)
         absences = Counter(
-            why for shelf, keys in self._by_group(wanted) for key in keys if (why := shelf.absence(key)) is not None
+            why
+            for shelf, keys in groups
+            for key in keys
+            if key not in shelf.stored and (why := shelf.absence(key)) is not None
         )
         if absences:
             self._misses.update(absences)
@@ -221,8 +229,7 @@ class Directory:
                 f"{request}: {absences.total()} of {sum(map(len, wanted))} blocks are not in the pool "
                 f"({_listed(absences)}); recompute them"
             )
-        blocks = [shelf.pin(keys) for shelf, keys in self._by_group(wanted)]
-        return Lease(self._id("lease"), request, _slots(blocks), deadline), blocks
+        return Lease(self._id("lease"), request, tuple([shelf.pin(keys) for shelf, keys in groups]), deadline)
 
     def renew(self, lease: Lease) -> None:
         """Give a lease its full time again. Raises Missing if it has ended."""
@@ -246,55 +253,61 @@ class Directory:
         self,
         request: str,
         keys: Sequence[Keys],
-        held: Sequence[Mapping[int, int]] | None = None,
+        held: Sequence[dict[int, int]] | None = None,
         tokens: Sequence[int] = (),
     ) -> Reservation:
         """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
 
         keys: the whole prefix, so that it is kept in one piece: none of it is evicted for the rest, and the first
-        keys last to go. held: for each group, index of a key to the engine block that has its bytes; only these are
-        saved (None: all), and slots ascend with the blocks, so that neighbours stay neighbours. tokens: as in `Change`.
+        keys last to go; the lists may grow later. held: for each group, index of a key to the engine block that has its
+        bytes, ascending; only these are looked at and saved (None: all), and slots ascend with the blocks, so that
+        neighbours stay neighbours. tokens: as in `Change`.
         Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
         self.expire(self.clock())
-        wanted = [(shelf, named, shelf.unknown(named)) for shelf, named in self._by_group(keys)]
-        if held is not None:
-            wanted = [
-                (shelf, named, tuple(sorted((i for i in indices if i in blocks), key=blocks.__getitem__)))
-                for (shelf, named, indices), blocks in zip(wanted, held, strict=True)
-            ]
-        for group, (shelf, named, indices) in enumerate(wanted):
-            room = shelf.room(named)
+        if held is None:
+            held = [{index: index for index in range(len(named))} for named in keys]
+        groups = self._by_group(keys)
+        wanted = [
+            tuple(sorted(shelf.unknown(named, blocks), key=blocks.__getitem__))
+            for (shelf, named), blocks in zip(groups, held, strict=True)
+        ]
+        for group, ((shelf, named), indices) in enumerate(zip(groups, wanted, strict=True)):
+            room = shelf.room()
+            if len(indices) > room - len(named):  # else it need not be known how much of that is its own prefix
+                room = shelf.room(named)
             if len(indices) > room:
                 self._counts["saves_dropped"] += 1
                 raise Full(
                     f"{request}: {len(indices)} blocks to save in group {group}, room for {room} of "
                     f"{shelf.table.slots}; save fewer, or raise host_bytes"
                 )
-        self._misses.update(
-            why for shelf, named, indices in wanted for i in indices if (why := shelf.absence(named[i])) is not None
-        )
-        blocks = [shelf.reserve(named, indices) for shelf, named, indices in wanted]
-        indices_of_all = tuple(indices for _, _, indices in wanted)
-        reservation = Reservation(self._id("save"), request, indices_of_all, _slots(blocks))
+        fresh = tuple([[named[i] for i in indices] for named, indices in zip(keys, wanted, strict=True)])
+        slots = []
+        for (shelf, named), indices, new, blocks in zip(groups, wanted, fresh, held, strict=True):
+            self._missed(shelf.gone(new), len(new))
+            slots.append(shelf.reserve(named, indices))
+            if blocks:
+                shelf.touch(named[max(blocks)])
+        reservation = Reservation(self._id("save"), request, tuple(wanted), tuple(slots), fresh)
         if reservation.blocks:
-            self._savings[reservation.id] = _Saving(tuple(keys), blocks, tokens)
+            self._savings[reservation.id] = _Saving(reservation, tuple(keys), tokens)
         return reservation
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
         """One rank has every byte of its part in place. Whether the blocks became visible by this report."""
-        return self._report(reservation, {rank}, frozenset())
+        return self._report(reservation, {rank}, True)
 
     def revoke(self, reservation: str, rank: int | None = None) -> None:
         """One rank (None: every rank) has ended without its bytes and writes no more; the last one frees the slots."""
-        self._report(reservation, frozenset(), set(range(self._ranks)) if rank is None else {rank})
+        self._report(reservation, set(range(self._ranks)) if rank is None else {rank}, False)
 
     def forget(self, group: int, keys: Keys) -> int:
         """Drop stored keys whose bytes turned out bad; how many there were. Nobody can lease them from now on.
 
         A leased one keeps its slot until its last lease ends. Keys being saved stay.
         """
-        dropped = sum(self._shelves[group].forget(key) for key in keys)
+        dropped = self._shelves[group].forget(keys)
         self._counts["forgotten"] += dropped
         return dropped
 
@@ -303,7 +316,7 @@ class Directory:
     def expire(self, now: float) -> int:
         """End the leases whose deadline has come; how many. Also done by every lease and reserve."""
         ended = 0
-        while self._leases and (lease := next(iter(self._leases.values()))[0]).deadline <= now:
+        while self._leases and (lease := next(iter(self._leases.values()))).deadline <= now:
             self._unpin(lease)
             lease.state = LeaseState.EXPIRED
             self._counts["leases_expired"] += 1
@@ -313,44 +326,47 @@ class Directory:
     def check(self) -> None:
         """Raise BrokenInvariant unless every slot, lease and reservation is accounted for."""
         for group, shelf in enumerate(self._shelves):
-            shelf.check(sum(len(blocks[group]) for _, blocks in [*self._leases.values(), *self._kept.values()]))
+            shelf.check(sum(len(lease.slots[group]) for lease in [*self._leases.values(), *self._kept.values()]))
 
     # ---- inside ----
 
-    def _report(self, reservation: str, done: Set[int], failed: Set[int]) -> bool:
+    def _report(self, name: str, ranks: Set[int], good: bool) -> bool:
         """Count ranks that have ended; whether this made the blocks visible."""
-        if not all(0 <= rank < self._ranks for rank in done | failed):
-            raise Refused(f"{reservation}: a report of rank {sorted(done | failed)}, but there are {self._ranks}")
-        saving = self._savings.get(reservation)
+        if not all(0 <= rank < self._ranks for rank in ranks):
+            raise Refused(f"{name}: a report of rank {sorted(ranks)}, but there are {self._ranks}")
+        saving = self._savings.get(name)
         if saving is None:
             self._counts["late_reports"] += 1
             return False
-        saving.done |= done
-        saving.failed |= failed
-        if len(saving.done | saving.failed) < self._ranks:
+        saving.ended |= ranks
+        saving.failed |= not good
+        if len(saving.ended) < self._ranks:
             return False
+        del self._savings[name]
+        fresh = saving.reservation.keys
         if saving.failed:
-            self._drop(reservation, saving)
+            for shelf, keys in zip(self._shelves, fresh, strict=True):
+                shelf.revoke(keys)
+            self._counts["saves_failed"] += 1
             return False
-        del self._savings[reservation]
-        for group, (shelf, keys, blocks) in enumerate(zip(self._shelves, saving.keys, saving.blocks, strict=True)):
-            shelf.commit(blocks)
-            shelf.touch(keys)
-            self._counts["saved"] += len(blocks)
-            if self.changes is not None:
-                self.changes.stored(group, keys, {block.key for block in blocks}, saving.tokens)
+        for shelf, keys in zip(self._shelves, fresh, strict=True):
+            shelf.commit(keys)
+            self._counts["saved"] += len(keys)
+        if self.changes is not None:
+            for group, indices in enumerate(saving.reservation.indices):
+                self.changes.stored(group, saving.chains[group], indices, saving.tokens)
         return True
 
-    def _drop(self, reservation: str, saving: _Saving) -> None:
-        del self._savings[reservation]
-        for shelf, blocks in zip(self._shelves, saving.blocks, strict=True):
-            shelf.revoke(blocks)
-        self._counts["saves_failed"] += 1
-
     def _unpin(self, lease: Lease) -> None:
-        _, blocks = (self._kept if lease.id in self._kept else self._leases).pop(lease.id)
-        for shelf, held in zip(self._shelves, blocks, strict=True):
-            shelf.unpin(held)
+        (self._kept if lease.id in self._kept else self._leases).pop(lease.id)
+        for shelf, slots in zip(self._shelves, lease.slots, strict=True):
+            shelf.unpin(slots)
+
+    def _missed(self, gone: Sequence[Absence], blocks: int) -> None:
+        """Count blocks that a save has to store, those of them that had been dropped by reason."""
+        self._misses.update(gone)
+        if never := blocks - len(gone):
+            self._misses[Absence.NEVER] += never
 
     def _by_group(self, keys: Sequence[Keys]) -> list[tuple[Shelf, Keys]]:
         if len(keys) != len(self._shelves):
@@ -362,10 +378,6 @@ class Directory:
 
 
 _COUNTED = tuple(name for name in Stats.__struct_fields__ if name not in ("misses", "evictions"))
-
-
-def _slots(blocks: list[list[Block]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(block.slot for block in group) for group in blocks)
 
 
 def _listed(absences: Counter[Absence]) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import lcm
+from typing import cast
 
 import msgspec
 
@@ -32,7 +33,7 @@ from layercast.observe.receipts import MissReason
 from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode
 from layercast.plan.prefix import Usable, usable_prefix
 from layercast.spec.groups import GroupKind, GroupSpec
-from layercast.spec.keys import ExtrasOf, Identity, block_keys, extras_for
+from layercast.spec.keys import ExtrasOf, Identity, continued_keys, extras_for
 
 RENEWED = " renewed "
 
@@ -77,7 +78,7 @@ class _Save:
 
     request: str
     reservation: str
-    keys: list[list[bytes]]
+    keys: Sequence[Sequence[bytes]]
     doomed: bool = False
 
 
@@ -117,6 +118,7 @@ class SchedulerSide:
         self.config = config
         self.specs = tuple(specs)
         self._identities = tuple(identities)
+        self._roots = [identity.digest() for identity in identities]
         self._shared_blocks = shared_blocks
         self.chooser = Chooser(config, specs, block_bytes, in_forward, directory.clock)
         self._names: dict[str, list[list[bytes]]] = {}
@@ -182,11 +184,11 @@ class SchedulerSide:
         if not match.tokens:
             return None
         needed = [
-            [i for i in indices if spec.kind is not GroupKind.WINDOW or table[i] is not None]
+            indices if spec.kind is not GroupKind.WINDOW else [i for i in indices if table[i] is not None]
             for spec, table, indices in zip(self.specs, tables, match.needed, strict=True)
         ]
         wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, needed, strict=True)]
-        blocks = [tuple(_block(table, i) for i in indices) for table, indices in zip(tables, needed, strict=True)]
+        blocks = [_blocks(table, indices) for table, indices in zip(tables, needed, strict=True)]
         try:
             lease = self.directory.lease(request, wanted, lasting=match.decision.parked)
         except Missing:
@@ -209,32 +211,30 @@ class SchedulerSide:
     ) -> SaveOrder | None:
         """Reserve slots for the blocks that end in (before, after], as far as nobody has them or saves them.
 
-        None if there is nothing to save, or no room (then nothing was reserved). `tokens` may be longer than `after`.
+        None if there is nothing to save, or no room (then nothing was reserved). `tokens` and tables may be longer than
+        `after`; of them only what lies behind the blocks already named, or in that range, is read.
         """
         if self.chooser.halted:
-            return None
-        try:
-            names = self._named(request, tokens[:after], extras)
-        except NotCacheable:
             return None
         held = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
         if not any(held):
             return None
+        told = tokens[:after] if self.directory.changes is not None and not extras else ()
         try:
-            reservation = self.directory.reserve(request, names, held, () if extras else tokens[:after])
-        except Full:
+            names = self._named(request, tokens, extras, after)
+            reservation = self.directory.reserve(request, names, held, told)
+        except (NotCacheable, Full):
             return None
         if not reservation.blocks:
             return None
         order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, held))
-        fresh = [[named[i] for i in indices] for named, indices in zip(names, reservation.indices, strict=True)]
-        self._saving[order.id] = _Save(request, reservation.id, fresh)
+        self._saving[order.id] = _Save(request, reservation.id, reservation.keys)
         self._ranks_left[order.id] = self.directory.ranks
         return order
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
-        loads = tuple(map(self._judged, report.loads))
+        loads = tuple([self._judged(load) for load in report.loads])
         self.chooser.heard(report.halted, loads)
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
         failed = tuple(sorted(overdue.union(report.failed)))
@@ -274,6 +274,7 @@ class SchedulerSide:
         versions = [identity.weights_version.split(RENEWED)[0] + end for identity in self._identities]
         pairs = zip(self._identities, versions, strict=True)
         self._identities = tuple(msgspec.structs.replace(one, weights_version=version) for one, version in pairs)
+        self._roots = [identity.digest() for identity in self._identities]
         self._names.clear()
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
@@ -327,7 +328,7 @@ class SchedulerSide:
             return False  # a push that was received has no lease here
         lease, keys = self._leases[load.id]
         bad = set(load.bad_slots)
-        for group, (slots, named) in enumerate(zip(lease.slots, keys, strict=True)):
+        for group, (slots, named) in enumerate(zip(lease.slots, keys, strict=True) if bad else ()):
             self.directory.forget(group, [key for slot, key in zip(slots, named, strict=True) if (group, slot) in bad])
         last = self._last(load.id)
         if last:
@@ -339,25 +340,22 @@ class SchedulerSide:
         self, tokens: Sequence[int], extras: ExtrasOf | None, request: str | None
     ) -> tuple[tuple[bytes, ...], ...]:
         """Keys of the full blocks of `tokens`, by group."""
-        if request is None:
-            return tuple(tuple(self._keys(identity, tokens, extras)) for identity in self._identities)
-        names = self._named(request, tokens, extras)
-        return tuple(
-            tuple(named[: len(tokens) // identity.block_size])
-            for named, identity in zip(names, self._identities, strict=True)
-        )
+        names, sizes = self._named(request, tokens, extras, len(tokens)), [spec.block_size for spec in self.specs]
+        return tuple(tuple(named[: len(tokens) // size]) for named, size in zip(names, sizes, strict=True))
 
-    def _keys(
-        self, identity: Identity, tokens: Sequence[int], extras: ExtrasOf | None, known: Sequence[bytes] = ()
-    ) -> list[bytes]:
-        smallest = min(identity.block_size for identity in self._identities)
-        return block_keys(identity, tokens, extras_for(extras, smallest, identity.block_size), known)
-
-    def _named(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None) -> list[list[bytes]]:
-        names = self._names.setdefault(request, [[] for _ in self.specs])
-        for group, identity in enumerate(self._identities):
-            if len(tokens) // identity.block_size > len(names[group]):
-                names[group] = self._keys(identity, tokens, extras, names[group])
+    def _named(
+        self, request: str | None, tokens: Sequence[int], extras: ExtrasOf | None, end: int
+    ) -> list[list[bytes]]:
+        """Keys of the full blocks of `tokens[:end]`, by group, and of those after them that were named before."""
+        names: list[list[bytes]] = [[] for _ in self.specs]
+        if request is not None:
+            names = self._names.setdefault(request, names)
+        for named, root, spec in zip(names, self._roots, self.specs, strict=True):
+            size, known = spec.block_size, len(named)
+            if end // size > known:
+                seen = extras_for(extras, min(spec.block_size for spec in self.specs), size) if extras else None
+                rest = tokens[known * size : end // size * size]
+                named.extend(continued_keys(named[-1] if named else root, rest, size, seen, known))
         return names
 
     def _why(self, keys: Sequence[Sequence[bytes]], local_tokens: int) -> MissReason:
@@ -373,11 +371,12 @@ class SchedulerSide:
 _REASONS = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}
 
 
-def _block(table: Table, index: int) -> int:
-    block = table[index]
-    if block is None:
+def _blocks(table: Table, indices: Sequence[int]) -> tuple[int, ...]:
+    blocks = [table[index] for index in indices]
+    if None in blocks:
+        index = indices[blocks.index(None)]
         raise BadBlocks(f"block {index} is to be loaded, but the engine has allocated no memory for it")
-    return block
+    return tuple(cast(list[int], blocks))
 
 
 def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int, int]:
@@ -393,7 +392,7 @@ def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int,
 
 def _save_pairs(reservation: Reservation, held: Sequence[dict[int, int]]) -> tuple[BlockPairs, ...]:
     return tuple(
-        BlockPairs(group, slots, tuple(held[group][index] for index in indices))
+        BlockPairs(group, slots, tuple([held[group][index] for index in indices]))
         for group, (indices, slots) in enumerate(zip(reservation.indices, reservation.slots, strict=True))
         if slots
     )

@@ -1,11 +1,13 @@
 """One group's part of the directory: which key lies in which slot, and which block goes next when room is needed.
 
-A block is being saved (in `saving`), stored (in `stored`; in `idle` too while nobody leases it), or detached: dropped
-from its key while leases still hold its slot. Does not know requests, deadlines, ranks or the other groups.
+A block is being saved (in `saving`), stored (in `stored`), or detached: dropped from its key while leases still hold
+its slot. What was saved as one stretch of a prompt is a run; runs form a tree, and a use of a block is one of its run
+and of those before it, so a prefix ages as one, tail before head, at no cost for each of its blocks.
+Does not know requests, deadlines, ranks or the other groups.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Reversible, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,12 +25,15 @@ class Absence(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """A slot with a key, and how many leases hold it."""
+class _Run:
+    """Neighbours in a prompt, in its order. before: the run that they continue, at its end.
 
-    key: bytes
-    slot: int
-    leases: int = 0
+    ended: another run continues this one.
+    """
+
+    keys: list[bytes]
+    before: "_Run | None"
+    ended: bool = False
 
 
 class Shelf:
@@ -36,16 +41,20 @@ class Shelf:
 
     def __init__(self, slots: int, remember: int) -> None:
         self.table = SlotTable(slots)
-        self.saving: dict[bytes, Block] = {}
-        self.stored: dict[bytes, Block] = {}
-        self.idle: OrderedDict[bytes, Block] = OrderedDict()
-        """Stored and not leased, the next to go first."""
-        self.detached: set[Block] = set()
+        self.saving: dict[bytes, int] = {}
+        self.stored: dict[bytes, int] = {}
+        self.pins: Counter[int] = Counter()
+        """Slot to the number of leases that hold it, if any do."""
+        self.detached: set[int] = set()
         self.evictions = 0
         self.dropped: Callable[[Sequence[bytes]], None] | None = None
         """Told of keys that can't be found any more."""
         self._remember = remember
         self._gone: OrderedDict[bytes, Absence] = OrderedDict()
+        self._runs: OrderedDict[_Run, None] = OrderedDict()
+        """The next to lose its last block first."""
+        self._run_of: dict[bytes, _Run] = {}
+        """Of each key that is stored or being saved."""
 
     def absence(self, key: bytes) -> Absence | None:
         """Why `key` can't be loaded; None if it can."""
@@ -53,108 +62,177 @@ class Shelf:
             return None
         return Absence.SAVING if key in self.saving else self._gone.get(key, Absence.NEVER)
 
-    def unknown(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """Indices of the keys neither stored nor being saved; a repeated key counts once."""
-        first: dict[bytes, int] = {}
-        for index, key in enumerate(keys):
-            if key not in self.stored and key not in self.saving:
-                first.setdefault(key, index)
-        return tuple(first.values())
+    def gone(self, keys: Iterable[bytes]) -> list[Absence]:
+        """Why those of the keys were dropped that were."""
+        return [self._gone[key] for key in keys if key in self._gone]
+
+    def unknown(self, keys: Sequence[bytes], indices: Reversible[int]) -> Collection[int]:
+        """Those of the indices whose keys are neither stored nor being saved; of a repeated key its first one."""
+        return {key: index for index in reversed(indices) if (key := keys[index]) not in self._run_of}.values()
 
     def room(self, spare: Iterable[bytes] = ()) -> int:
         """Slots that are free or could be made so without evicting a key of `spare`."""
-        return self.table.free_count + len(self.idle) - sum(key in self.idle for key in set(spare))
+        idle = len(self.stored) - len(self.pins) + len(self.detached)
+        return self.table.free_count + idle - sum(map(self._is_idle, set(spare)))
 
-    def reserve(self, keys: Sequence[bytes], indices: Sequence[int]) -> list[Block]:
-        """Slots for `keys[i]`, evicting others. The caller has checked `room(keys)`."""
-        self.touch(keys)
-        victims = [self.idle.popitem(last=False) for _ in range(len(indices) - self.table.free_count)]
-        self._drop([block for _, block in victims], Absence.EVICTED)
-        self.evictions += len(victims)
-        slots = self.table.allocate(len(indices), self._slot_after(keys, indices))
-        blocks = [Block(keys[index], slot) for index, slot in zip(indices, slots, strict=True)]
-        self.saving.update((block.key, block) for block in blocks)
-        return blocks
+    def reserve(self, keys: Sequence[bytes], indices: Sequence[int]) -> tuple[int, ...]:
+        """Slots for `keys[i]`, evicting others but no other one of `keys`. The caller has checked `room(keys)`."""
+        if not indices:
+            return ()
+        first, behind = min(indices), max(indices) + 1
+        before = next((keys[at] for at in range(first - 1, -1, -1) if keys[at] in self._run_of), None)
+        run = None if before is None else self.touch(before)
+        self._evict(len(indices) - self.table.free_count, keys)
+        slots = self.table.allocate(len(indices), self._slot_behind(before))
+        self.saving.update(zip([keys[index] for index in indices], slots, strict=True))
+        self._list([keys[index] for index in sorted(indices)], run, keys[behind] if behind < len(keys) else None)
+        return slots
 
-    def commit(self, blocks: Iterable[Block]) -> None:
+    def commit(self, keys: Sequence[bytes]) -> None:
         """Make saved blocks visible under their keys."""
-        for block in blocks:
-            self.stored[block.key] = self.idle[block.key] = self.saving.pop(block.key)
-            self._gone.pop(block.key, None)
+        for key in keys:
+            self.stored[key] = self.saving.pop(key)
+            if key in self._gone:
+                del self._gone[key]
 
-    def revoke(self, blocks: Sequence[Block]) -> None:
+    def revoke(self, keys: Sequence[bytes]) -> None:
         """Take back the slots of blocks whose save failed."""
-        for block in blocks:
-            del self.saving[block.key]
-        self.table.free(block.slot for block in blocks)
+        self._unlist(keys)
+        self.table.free([self.saving.pop(key) for key in keys])
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count `keys` as just used, the first last to go: a prefix without its head is worth nothing."""
-        for key in reversed(keys):
-            if key in self.idle:
-                self.idle.move_to_end(key)
+    def touch(self, key: bytes) -> _Run:
+        """Count a block that is stored or being saved, and all before it, as just used, the first last to go.
 
-    def pin(self, keys: Sequence[bytes]) -> list[Block]:
-        """Keep stored keys where they are until `unpin`. The caller has checked that they are stored."""
-        blocks = [self.stored[key] for key in keys]
-        for block in blocks:
-            block.leases += 1
-            self.idle.pop(block.key, None)
-        return blocks
+        Returns the run that ends with it.
+        """
+        run = self._run_of[key]
+        if run.keys[-1] != key:
+            run = self._split(run, run.keys.index(key) + 1)
+        above: _Run | None = run
+        while above is not None:
+            if above in self._runs:
+                self._runs.move_to_end(above)
+            above = above.before
+        return run
 
-    def unpin(self, blocks: Sequence[Block]) -> None:
+    def pin(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Keep stored keys where they are until `unpin`: their slots. The caller has checked that they are stored."""
+        slots = tuple([self.stored[key] for key in keys])
+        self.pins.update(slots)
+        if keys:
+            self.touch(keys[-1])
+        return slots
+
+    def unpin(self, slots: Sequence[int]) -> None:
         """Let go of leased blocks; the last lease on a dropped one frees its slot."""
-        for block in reversed(blocks):
-            block.leases -= 1
-            if block.leases:
-                continue
-            if block in self.detached:
-                self.detached.remove(block)
-                self.table.free((block.slot,))
+        pins = self.pins
+        for slot in slots:
+            if pins[slot] > 1:
+                pins[slot] -= 1
             else:
-                self.idle[block.key] = block
+                pins.pop(slot)
+        if self.detached:
+            freed = self.detached.intersection(slots).difference(pins)
+            self.detached -= freed
+            self.table.free(freed)
 
-    def forget(self, key: bytes, why: Absence = Absence.CORRUPT) -> bool:
-        """Drop a stored key now; its slot is free once nobody leases it. Whether it was stored."""
-        block = self.stored.get(key)
-        if block is not None:
-            self.idle.pop(key, None)
-            self._drop([block], why)
-        return block is not None
+    def forget(self, keys: Iterable[bytes], why: Absence = Absence.CORRUPT) -> int:
+        """Drop the stored ones of some keys now; a slot is free once nobody leases it. How many were stored."""
+        stored = [key for key in dict.fromkeys(keys) if key in self.stored]
+        self._unlist(stored)
+        self._drop(stored, why)
+        return len(stored)
 
     def check(self, leases: int) -> None:
         """Raise BrokenInvariant unless every slot is in exactly one place and `leases` pins are held."""
         held = [*self.saving.values(), *self.stored.values(), *self.detached]
-        idle = {key for key, block in self.stored.items() if not block.leases}
+        listed = [key for run in self._runs for key in run.keys]
         facts = {
             "free and used slots add up to all": self.table.free_count + len(held) == self.table.slots,
-            "no slot is used twice": len({block.slot for block in held}) == len(held),
+            "no slot is used twice": len(set(held)) == len(held),
             "no key is both stored and being saved": not self.saving.keys() & self.stored.keys(),
-            "idle is what is stored and not leased": idle == self.idle.keys(),
-            "every pin has a lease": sum(block.leases for block in held) == leases,
-            "a dropped block is kept for a lease only": all(block.leases > 0 for block in self.detached),
+            "every key is in one run": sorted(listed) == sorted([*self.saving, *self.stored])
+            and all(self._run_of[key] is run for run in self._runs for key in run.keys),
+            "no run is empty": all(run.keys for run in self._runs),
+            "every pin has a lease": self.pins.total() == leases and min(self.pins.values(), default=1) > 0,
+            "only what is stored or dropped is leased": self.pins.keys() <= {*self.stored.values(), *self.detached},
+            "a dropped block is kept for a lease only": self.detached <= self.pins.keys(),
         }
         broken = [fact for fact, holds in facts.items() if not holds]
         if broken:
             raise BrokenInvariant(f"the directory is inconsistent, please report this: not true: {'; '.join(broken)}")
 
-    def _drop(self, blocks: Sequence[Block], why: Absence) -> None:
-        """Take blocks from their keys; slots that nobody leases are freed together, which is quicker."""
-        for block in blocks:
-            del self.stored[block.key]
-            self._gone[block.key] = why
-            self._gone.move_to_end(block.key)
+    def _is_idle(self, key: bytes) -> bool:
+        """Whether a key is stored and not leased."""
+        slot = self.stored.get(key)
+        return slot is not None and slot not in self.pins
+
+    def _evict(self, count: int, spare: Iterable[bytes]) -> None:
+        """Drop `count` idle blocks, from the end of the runs that were used least recently."""
+        if count <= 0:
+            return
+        spared, victims, empty = set(spare), list[bytes](), list[_Run]()
+        for run in self._runs:
+            kept: list[bytes] = []
+            while run.keys and len(victims) < count:
+                key = run.keys.pop()
+                (victims if self._is_idle(key) and key not in spared else kept).append(key)
+            run.keys += reversed(kept)
+            if not run.keys:
+                empty.append(run)
+            if len(victims) == count:
+                break
+        for run in empty:
+            del self._runs[run]
+        for key in victims:
+            del self._run_of[key]
+        self._drop(victims, Absence.EVICTED)
+        self.evictions += count
+
+    def _drop(self, keys: Sequence[bytes], why: Absence) -> None:
+        """Take blocks from their keys; slots that nobody leases are free, the others once nobody does."""
+        for key in keys:
+            self._gone[key] = why
+            self._gone.move_to_end(key)
             if len(self._gone) > self._remember:
                 self._gone.popitem(last=False)
         if self.dropped is not None:
-            self.dropped([block.key for block in blocks])
-        self.detached.update(block for block in blocks if block.leases)
-        self.table.free(block.slot for block in blocks if not block.leases)
+            self.dropped(keys)
+        slots = {self.stored.pop(key) for key in keys}
+        leased = slots & self.pins.keys()
+        self.detached |= leased
+        self.table.free(slots - leased)
 
-    def _slot_after(self, keys: Sequence[bytes], indices: Sequence[int]) -> int | None:
-        """The slot behind the one of the key before the first new one, so that a chat's blocks lie in one run."""
-        if not indices or indices[0] == 0:
+    def _list(self, keys: list[bytes], before: _Run | None, behind: bytes | None) -> None:
+        """Enter new keys behind the end of a run. behind: the key that follows them in their prompt."""
+        if before is None or before.ended:
+            run = _Run(keys, before)
+            self._runs[run] = None
+            after = None if behind is None else self._run_of.get(behind)
+            if after is not None and after.before is before:  # what had been dropped from between these is back
+                after.before, run.ended = run, True
+        else:
+            run = before
+            run.keys += keys
+        self._run_of.update(dict.fromkeys(keys, run))
+
+    def _unlist(self, keys: Iterable[bytes]) -> None:
+        """Take keys out of their runs."""
+        for run in {self._run_of.pop(key) for key in keys}:
+            run.keys = [key for key in run.keys if key in self._run_of]
+            if not run.keys:
+                del self._runs[run]
+
+    def _split(self, run: _Run, at: int) -> _Run:
+        """Make the first `at` keys of a run one of their own, which the rest continues."""
+        head = _Run(run.keys[:at], run.before, ended=True)
+        run.keys, run.before = run.keys[at:], head
+        self._runs[head] = None
+        self._run_of.update(dict.fromkeys(head.keys, head))
+        return head
+
+    def _slot_behind(self, key: bytes | None) -> int | None:
+        """The slot behind the one of a key, so that a chat's blocks lie in one run."""
+        if key is None:
             return None
-        before = keys[indices[0] - 1]
-        block = self.stored.get(before) or self.saving.get(before)
-        return None if block is None else block.slot + 1
+        return 1 + (self.stored[key] if key in self.stored else self.saving[key])

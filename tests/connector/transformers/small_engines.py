@@ -53,7 +53,7 @@ def flip(engine, prompt, layer, kind):
     group = engine.memory.layout.group_of(layer)
     match = engine.pool.match(prompt)
     key = match.keys[group][match.needed[group][-1]]
-    slot = engine.pool.directory._shelves[group].stored[key].slot
+    slot = engine.pool.directory._shelves[group].stored[key]
     slab, at = engine.pool.worker.ways.slab, 0
     for plane in engine.memory.layout.groups[group].planes_of(layer):
         at += plane.block_bytes

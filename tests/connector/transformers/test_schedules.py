@@ -123,9 +123,9 @@ class Schedule:
         slab = engine.pool.worker.ways.slab
         group = self.dice.randrange(len(slab.slots))
         shelf = engine.pool.directory._shelves[group]
-        blocks = [*shelf.stored.values(), *shelf.saving.values()]
-        if blocks:
-            slot, layer = self.dice.choice(blocks).slot, self.dice.choice(slab.layout.groups[group].layers)
+        slots = [*shelf.stored.values(), *shelf.saving.values()]
+        if slots:
+            slot, layer = self.dice.choice(slots), self.dice.choice(slab.layout.groups[group].layers)
             data = bytearray(slab.read(group, slot, layer))
             for _ in range(self.dice.choice([1, 100])):
                 data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)

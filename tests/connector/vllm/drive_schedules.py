@@ -39,7 +39,7 @@ def schedule(engine, number, references):
             group = draw.randrange(len(engine.side.specs))
             stored = list(engine.side.directory._shelves[group].stored.values())
             if stored:
-                engine.flip(draw.choice(stored).slot, draw.choice(engine.side.specs[group].layers), group)
+                engine.flip(draw.choice(stored), draw.choice(engine.side.specs[group].layers), group)
         if draw.random() < 0.02 and not engine.connector.tracked:
             engine.llm.reset_prefix_cache()
         for reply in llm.step():

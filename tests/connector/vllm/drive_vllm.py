@@ -142,7 +142,7 @@ def run(llm, watch, *prompts, keep_local=False, **extra):
 
 
 def slot_of(side, prompt, block):
-    return side.directory._shelves[0].stored[side.match(prompt).keys[0][block]].slot
+    return side.directory._shelves[0].stored[side.match(prompt).keys[0][block]]
 
 
 def flip(slab, slot, layer):

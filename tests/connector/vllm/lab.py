@@ -278,7 +278,7 @@ class Engine:
 
     def slot(self, ids, block, group=0):
         keys = self.side.match([*ids, 0]).keys[group]
-        return self.side.directory._shelves[group].stored[keys[block]].slot
+        return self.side.directory._shelves[group].stored[keys[block]]
 
     def flip(self, slot, layer, group=0):
         """Damage one layer of a stored block so much that whoever reads it answers otherwise."""
