@@ -42,6 +42,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Most blocks in one batch handed to a mover; 0 = no limit."""
     layerwise_max_transfer_bytes: int = 0
     """Most bytes in one batch handed to a mover; 0 = no limit."""
+    h2d_stagger_us: int = 0
+    """How much later each rank's loads start than those of the rank before, where they share the way to host memory."""
     host_bytes: int = msgspec.field(default_factory=_default_host_bytes)
     """Size of the slab, per rank."""
     disk_path: str = ""
@@ -86,6 +88,7 @@ _LEAST = {
     "layerwise_exposed_ms": 0,
     "layerwise_max_transfer_blocks": 0,
     "layerwise_max_transfer_bytes": 0,
+    "h2d_stagger_us": 0,
     "host_bytes": 1,
     "disk_bytes": 1,
     "kv_recompute_threshold": 0,

@@ -50,11 +50,11 @@ def test_every_counterpart_is_a_setting_of_ours():
 def test_ascend_store_keeps_the_names_that_mean_the_same_and_says_what_is_left_out():
     found = translate(ASCEND)
     ours = from_mapping(found.settings)
-    assert (ours.layerwise_prefetch_layers, ours.layerwise_max_transfer_bytes) == (3, 1 << 20)
+    assert (ours.layerwise_prefetch_layers, ours.layerwise_max_transfer_bytes, ours.h2d_stagger_us) == (3, 1 << 20, 20)
     assert not ours.save_decode_cache
     assert "backend" not in found.settings
     left_out = {name for name, level in levels(found).items() if level is Level.NOTE}
-    assert left_out == {"backend", "mooncake_rpc_port", "h2d_stagger_us"}
+    assert left_out == {"backend", "mooncake_rpc_port"}
 
 
 def test_lmcaches_file_gives_sizes_in_bytes_and_a_folder(tmp_path):

@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from layercast.config import Config
 from layercast.errors import LayercastError
@@ -56,13 +57,13 @@ class ValveMover(MoverOver):
 
 
 @contextmanager
-def worker_of(specs=None, **settings):
+def worker_of(specs=None, rank=0, **settings):
     specs = specs or [GroupSpec("full", GroupKind.FULL, 4, tuple(range(LAYERS)))]
     config = Config(**{"host_bytes": 1 << 20, "kv_recompute_threshold": 0, "verify": False, **settings})
     engine, threads = ByteEngine(specs, BLOCKS), threading.active_count()
     slab, mover = Slab.create(engine.layout, config.host_bytes), ValveMover()
     try:
-        yield Worker(Ways.between(engine.layout, slab, config), mover, CpuGate()), engine, mover
+        yield Worker(Ways.between(engine.layout, slab, config, rank=rank), mover, CpuGate()), engine, mover
     finally:
         mover.close(5)
         slab.close()
@@ -110,6 +111,20 @@ def test_no_more_than_depth_batches_are_ever_in_flight():
             assert not forward(step).failed
             assert worker.issuer.peak_in_flight == depth
             assert mover.staging_bytes == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_loads_of_a_rank_start_as_much_later_as_it_has_ranks_before_it(rank):
+    with worker_of(h2d_stagger_us=40_000, rank=rank) as (worker, engine, _):
+        saved = worker.ways.slab
+        for slot in range(9):
+            saved.write(0, slot, LAYERS - 1, bytes([slot + 1]) * len(saved.read(0, slot, LAYERS - 1)))
+        began = time.monotonic()
+        step = worker.begin(StepOrders(0, (load("a", range(8), range(8)), load("b", [8], [9]))))
+        assert time.monotonic() - began < 0.04, "nobody but the copies waits"
+        assert not forward(step).failed
+        assert time.monotonic() - began >= rank * 0.04
+        assert [set(engine.arrays[LAYERS - 1][block].tolist()) for block in (7, 9)] == [{8}, {9}]
 
 
 def test_a_small_load_waits_for_at_most_two_batches_of_a_huge_one():

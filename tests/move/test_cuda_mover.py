@@ -125,6 +125,23 @@ def test_a_step_behind_a_failed_flight_fails_as_a_whole(device):
     mover.close(SOON_S)
 
 
+def test_a_step_that_waits_for_the_same_flights_as_a_whole_is_issued_as_a_whole(device):
+    mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    start, pieces = HostFlight(), pieces_of((source, target, 16))
+    behind = (start,)
+    together = mover.submit_all([pieces] * 3, after=[behind] * 3)
+    assert len({id(flight.wave) for flight in together}) == 1
+    apart = mover.submit_all([pieces] * 2, after=[behind, ()])
+    assert len({id(flight.wave) for flight in apart}) == 2
+    apart[1].wait(SOON_S)
+    assert not any(flight.done for flight in (*together, apart[0]))
+    start.land()
+    for flight in (*together, apart[0]):
+        flight.wait(SOON_S)
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("call", ["copy_batch", "launch", "sleep"])
 def test_an_error_of_the_device_fails_the_flight_and_stops_nothing(device, call):
     mover, memory = mover_of(device, KERNELS if call == "launch" else {}), DeviceMemory(device, (HOST, DEVICE))

@@ -45,7 +45,7 @@ def open_worker(
     """
     with ExitStack() as closing:
         memory = open_memory(engine, config, link_gbps, closing)
-        ways, tier = Ways.between(engine, memory.slab, config, on_device=memory.on_device), None
+        ways, tier = Ways.between(engine, memory.slab, config, on_device=memory.on_device, rank=rank), None
         if config.disk_path:
             tier = Tier(memory.slab, disk_of(config, rank, ranks), config.lease_s, ways.verify)
             closing.callback(tier.close, CLOSE_S)

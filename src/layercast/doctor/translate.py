@@ -52,7 +52,7 @@ ASCEND: Mapping[str, Rule] = {
     "backend": REMOTE,
     "mooncake_rpc_port": PORT,
     "lookup_rpc_port": PORT,
-    "h2d_stagger_us": "loads of the ranks are not staggered",
+    "h2d_stagger_us": Becomes("h2d_stagger_us"),
     "discard_partial_chunks": WHOLE,
     "layerwise_num_shared_buffers": BUFFERS,
     "layerwise_independent_layers": BUFFERS,

@@ -42,7 +42,8 @@ class SlabMemory(Protocol):
 class Ways:
     """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
 
-    on_device: whether the engine's memory is a device's.
+    on_device: whether the engine's memory is a device's. stagger_s: how much later than other ranks' this one's loads
+    start.
     """
 
     slab: SlabMemory
@@ -51,9 +52,10 @@ class Ways:
     saving: tuple[Route, ...]
     loading: tuple[Route, ...]
     on_device: bool
+    stagger_s: float = 0.0
 
     @staticmethod
-    def between(engine: Layout, slab: SlabMemory, config: Config, *, on_device: bool = False) -> "Ways":
+    def between(engine: Layout, slab: SlabMemory, config: Config, *, on_device: bool = False, rank: int = 0) -> "Ways":
         """Routes between an engine's layout, whose memory may be a device's, and a slab. Raises LayoutMismatch."""
         pairs = list(zip(engine.groups, slab.layout.groups, strict=True))
         return Ways(
@@ -63,6 +65,7 @@ class Ways:
             tuple(route_between(ours, theirs) for ours, theirs in pairs),
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
             on_device,
+            rank * config.h2d_stagger_us / 1e6,
         )
 
     @property

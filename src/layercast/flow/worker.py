@@ -17,6 +17,7 @@ from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, S
 from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
 from layercast.flow.tier import Tier
 from layercast.move.base import Flight, Gate, Mover
+from layercast.move.flights import delayed
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
@@ -96,6 +97,8 @@ class Worker:
         for request in orders.aborts:
             self.abort(request)
         self.start(orders.tier)
+        if self.ways.stagger_s and (orders.loads or orders.background):
+            after = (*after, delayed(self.ways.stagger_s))
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))

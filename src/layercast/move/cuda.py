@@ -123,7 +123,7 @@ class CudaMover(Mover):
         after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
         lists = {id(flights): flights for flights in after}  # most wait for the very same
         others = [flight for flights in lists.values() for flight in flights if not standing(flight)]
-        if others and count > 1:  # what waits for others must not hold up the rest
+        if others and len(lists) > 1:  # what waits for others must not hold up the rest
             rows = zip(batches, after, flags, behind, strict=True)
             alone = [self.submit_all([b], after=[a], keep=keep, flags=[f], behind=[h]) for b, a, f, h in rows]
             return [flight for (flight,) in alone]
