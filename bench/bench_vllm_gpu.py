@@ -185,12 +185,13 @@ def alone(engine, args, results):
 
 def together(engines, args, results):
     """The phases that compare two engines in turn."""
-    for prefix, rounds in ((2048, 6), (8192, 6), (30000, 3)) if "first" in args.phases else ():
+    for prefix in args.firsts if "first" in args.phases else ():
+        rounds = 6 if prefix < 20000 else 3
         if not results.over:
             every = in_turn(engines, rounds, {"do": "cold", "prefix": prefix, "reps": 4})
             every = {name: [times[1:] for times in rounds] for name, rounds in every.items()}
             results.put("first", str(prefix), compared(every))
-    for batch in (1, 32, 8, 256) if "decode" in args.phases else ():
+    for batch in args.batches if "decode" in args.phases else ():
         if not results.over:
             every = in_turn(engines, 4, {"do": "decode", "batch": batch, "steps": 260})
             results.put("decode", str(batch), compared(every))
@@ -230,6 +231,8 @@ def main():
     )
     parser.add_argument("--phases", nargs="*", default=["link", "same", "hits", "hooks", "first", "decode", "mixed"])
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
+    parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")

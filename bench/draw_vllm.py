@@ -1,0 +1,52 @@
+"""Draws what bench_vllm_gpu.py has measured: TTFT of hits beside the floor and the rivals.
+
+    python bench/draw_vllm.py bench/results/vllm_h200.json docs/vllm.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from layercast.observe.bars import Bars, write_bars
+
+KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
+FLOOR = "floor"
+"""The longer of compute alone, with the prefix in GPU memory, and the link alone."""
+
+
+def hits_of(facts):
+    """Shape to engine to the median TTFT in ms of a hit from the host."""
+    shapes = {}
+    for key, entry in facts["hits"].items():
+        name, shape = key.split()
+        shapes.setdefault(shape, {})[name] = entry["hit"]["median_ms"]
+    return shapes
+
+
+def floor_ms(facts, shape):
+    """The longer of the engine's own time with the prefix in GPU memory, and the prefix's bytes over the link."""
+    link_ms = int(shape.split("+")[0]) * KV_BYTES_A_TOKEN / facts["link"]["limit"]["h2d_gb_s"] / 1e6
+    return max(link_ms, facts["hits"][f"recompute {shape}"]["in_gpu"]["median_ms"])
+
+
+def panels_of(facts):
+    """A panel a shape; what is computed anew is left out where it would squeeze the rest."""
+    panels = []
+    for shape, engines in hits_of(facts).items():
+        hits = {name: value for name, value in engines.items() if name != "recompute"}
+        values = {FLOOR: floor_ms(facts, shape), **dict(sorted(hits.items(), key=lambda item: item[1]))}
+        cold = engines.get("recompute", 0)
+        title = f"{shape.replace('+', ' tokens from the host + ')} new (computed anew: {cold:.0f} ms)"
+        panels.append(Bars(title, "ms to the first token, median", values, FLOOR))
+    return panels
+
+
+def main():
+    source, target = sys.argv[1:]
+    facts = json.loads(Path(source).read_text())
+    card = facts["link"]["limit"]["card"]
+    write_bars(panels_of(facts), Path(target), f"vLLM 0.26, Llama-3.1-8B's shape, {card}", ["layercast"])
+
+
+if __name__ == "__main__":
+    main()
