@@ -90,7 +90,7 @@ class WorkerHooks(KVConnectorBase_V1):
         return self._handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. Its loads wait for `start_load_kv`, which comes before a forward that reads them."""
+        """Begin a step. One whose forward reads loads waits for `start_load_kv`, which comes before that forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
         if self._step is not None:  # the last forward raised, and nothing of it was ended
@@ -99,7 +99,7 @@ class WorkerHooks(KVConnectorBase_V1):
         if connector_metadata.misled:
             self._note(StepReport(-1, connector_metadata.misled))
         orders = connector_metadata.orders
-        if orders is not None and not orders.loads:
+        if orders is not None and not (orders.loads or orders.joins):
             self._begin(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
