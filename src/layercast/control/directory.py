@@ -267,12 +267,9 @@ class Directory:
         self.expire(self.clock())
         if held is None:
             held = [{index: index for index in range(len(named))} for named in keys]
-        groups = self._by_group(keys)
-        wanted = [
-            tuple(sorted(shelf.unknown(named, blocks), key=blocks.__getitem__))
-            for (shelf, named), blocks in zip(groups, held, strict=True)
-        ]
-        for group, ((shelf, named), indices) in enumerate(zip(groups, wanted, strict=True)):
+        wanted = []
+        for group, ((shelf, named), blocks) in enumerate(zip(self._by_group(keys), held, strict=True)):
+            indices = tuple(sorted(shelf.unknown(named, blocks), key=blocks.__getitem__))
             room = shelf.room()
             if len(indices) > room - len(named):  # else it need not be known how much of that is its own prefix
                 room = shelf.room(named)
@@ -282,14 +279,15 @@ class Directory:
                     f"{request}: {len(indices)} blocks to save in group {group}, room for {room} of "
                     f"{shelf.table.slots}; save fewer, or raise host_bytes"
                 )
-        fresh = tuple([[named[i] for i in indices] for named, indices in zip(keys, wanted, strict=True)])
+            wanted.append((shelf, named, indices, [named[i] for i in indices]))
         slots = []
-        for (shelf, named), indices, new, blocks in zip(groups, wanted, fresh, held, strict=True):
-            self._missed(shelf.gone(new), len(new))
+        for (shelf, named, indices, fresh), blocks in zip(wanted, held, strict=True):
+            self._missed(shelf.gone(fresh), len(fresh))
             slots.append(shelf.reserve(named, indices))
             if blocks:
                 shelf.touch(named[max(blocks)])
-        reservation = Reservation(self._id("save"), request, tuple(wanted), tuple(slots), fresh)
+        _, _, indices_of_all, fresh_of_all = zip(*wanted, strict=True)
+        reservation = Reservation(self._id("save"), request, indices_of_all, tuple(slots), fresh_of_all)
         if reservation.blocks:
             self._savings[reservation.id] = _Saving(reservation, tuple(keys), tokens)
         return reservation

@@ -347,9 +347,11 @@ class SchedulerSide:
         self, request: str | None, tokens: Sequence[int], extras: ExtrasOf | None, end: int
     ) -> list[list[bytes]]:
         """Keys of the full blocks of `tokens[:end]`, by group, and of those after them that were named before."""
-        names: list[list[bytes]] = [[] for _ in self.specs]
-        if request is not None:
-            names = self._names.setdefault(request, names)
+        names = self._names.get(request) if request is not None else None
+        if names is None:
+            names = [[] for _ in self.specs]
+            if request is not None:
+                self._names[request] = names
         for named, root, spec in zip(names, self._roots, self.specs, strict=True):
             size, known = spec.block_size, len(named)
             if end // size > known:

@@ -73,19 +73,28 @@ class Shelf:
     def room(self, spare: Iterable[bytes] = ()) -> int:
         """Slots that are free or could be made so without evicting a key of `spare`."""
         idle = len(self.stored) - len(self.pins) + len(self.detached)
-        return self.table.free_count + idle - sum(map(self._is_idle, set(spare)))
+        own = sum(key in self.stored and self.stored[key] not in self.pins for key in set(spare))
+        return self.table.free_count + idle - own
 
     def reserve(self, keys: Sequence[bytes], indices: Sequence[int]) -> tuple[int, ...]:
-        """Slots for `keys[i]`, evicting others but no other one of `keys`. The caller has checked `room(keys)`."""
+        """Slots for `keys[i]`, evicting others but no other one of `keys`. The caller has checked `room(keys)`.
+
+        The caller then says by `touch` what has been used.
+        """
         if not indices:
             return ()
-        first, behind = min(indices), max(indices) + 1
-        before = next((keys[at] for at in range(first - 1, -1, -1) if keys[at] in self._run_of), None)
-        run = None if before is None else self.touch(before)
-        self._evict(len(indices) - self.table.free_count, keys)
+        at, behind = min(indices) - 1, max(indices) + 1
+        while at >= 0 and keys[at] not in self._run_of:
+            at -= 1
+        before = keys[at] if at >= 0 else None
+        if len(indices) > self.table.free_count:
+            if before is not None:
+                self.touch(before)  # what is spared need not be passed over
+            self._evict(len(indices) - self.table.free_count, keys)
         slots = self.table.allocate(len(indices), self._slot_behind(before))
         self.saving.update(zip([keys[index] for index in indices], slots, strict=True))
-        self._list([keys[index] for index in sorted(indices)], run, keys[behind] if behind < len(keys) else None)
+        new = [keys[index] for index in sorted(indices)]
+        self._list(new, before, keys[behind] if behind < len(keys) else None)
         return slots
 
     def commit(self, keys: Sequence[bytes]) -> None:
@@ -100,20 +109,13 @@ class Shelf:
         self._unlist(keys)
         self.table.free([self.saving.pop(key) for key in keys])
 
-    def touch(self, key: bytes) -> _Run:
-        """Count a block that is stored or being saved, and all before it, as just used, the first last to go.
-
-        Returns the run that ends with it.
-        """
-        run = self._run_of[key]
-        if run.keys[-1] != key:
-            run = self._split(run, run.keys.index(key) + 1)
-        above: _Run | None = run
-        while above is not None:
-            if above in self._runs:
-                self._runs.move_to_end(above)
-            above = above.before
-        return run
+    def touch(self, key: bytes) -> None:
+        """Count a block that is stored or being saved, and all before it, as just used, the first last to go."""
+        run: _Run | None = self._ending(key)
+        while run is not None:
+            if run in self._runs:
+                self._runs.move_to_end(run)
+            run = run.before
 
     def pin(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Keep stored keys where they are until `unpin`: their slots. The caller has checked that they are stored."""
@@ -162,21 +164,17 @@ class Shelf:
         if broken:
             raise BrokenInvariant(f"the directory is inconsistent, please report this: not true: {'; '.join(broken)}")
 
-    def _is_idle(self, key: bytes) -> bool:
-        """Whether a key is stored and not leased."""
-        slot = self.stored.get(key)
-        return slot is not None and slot not in self.pins
-
     def _evict(self, count: int, spare: Iterable[bytes]) -> None:
         """Drop `count` idle blocks, from the end of the runs that were used least recently."""
-        if count <= 0:
-            return
-        spared, victims, empty = set(spare), list[bytes](), list[_Run]()
+        spared, stored, pins = set(spare), self.stored, self.pins
+        victims: list[bytes] = []
+        empty: list[_Run] = []
         for run in self._runs:
             kept: list[bytes] = []
             while run.keys and len(victims) < count:
                 key = run.keys.pop()
-                (victims if self._is_idle(key) and key not in spared else kept).append(key)
+                idle = key in stored and stored[key] not in pins and key not in spared
+                (victims if idle else kept).append(key)
             run.keys += reversed(kept)
             if not run.keys:
                 empty.append(run)
@@ -191,11 +189,9 @@ class Shelf:
 
     def _drop(self, keys: Sequence[bytes], why: Absence) -> None:
         """Take blocks from their keys; slots that nobody leases are free, the others once nobody does."""
-        for key in keys:
-            self._gone[key] = why
-            self._gone.move_to_end(key)
-            if len(self._gone) > self._remember:
-                self._gone.popitem(last=False)
+        self._gone.update(dict.fromkeys(keys, why))
+        for _ in range(len(self._gone) - self._remember):
+            self._gone.popitem(last=False)
         if self.dropped is not None:
             self.dropped(keys)
         slots = {self.stored.pop(key) for key in keys}
@@ -203,16 +199,16 @@ class Shelf:
         self.detached |= leased
         self.table.free(slots - leased)
 
-    def _list(self, keys: list[bytes], before: _Run | None, behind: bytes | None) -> None:
-        """Enter new keys behind the end of a run. behind: the key that follows them in their prompt."""
-        if before is None or before.ended:
-            run = _Run(keys, before)
+    def _list(self, keys: list[bytes], before: bytes | None, behind: bytes | None) -> None:
+        """Enter new keys. before, behind: the keys around them in their prompt, if any are there."""
+        run = None if before is None else self._ending(before)
+        if run is None or run.ended:
+            above, run = run, _Run(keys, run)
             self._runs[run] = None
             after = None if behind is None else self._run_of.get(behind)
-            if after is not None and after.before is before:  # what had been dropped from between these is back
+            if after is not None and after.before is above:  # what had been dropped from between these is back
                 after.before, run.ended = run, True
         else:
-            run = before
             run.keys += keys
         self._run_of.update(dict.fromkeys(keys, run))
 
@@ -223,8 +219,12 @@ class Shelf:
             if not run.keys:
                 del self._runs[run]
 
-    def _split(self, run: _Run, at: int) -> _Run:
-        """Make the first `at` keys of a run one of their own, which the rest continues."""
+    def _ending(self, key: bytes) -> _Run:
+        """The run that ends with a key; what follows the key there becomes another one, which continues it."""
+        run = self._run_of[key]
+        if run.keys[-1] == key:
+            return run
+        at = run.keys.index(key) + 1
         head = _Run(run.keys[:at], run.before, ended=True)
         run.keys, run.before = run.keys[at:], head
         self._runs[head] = None

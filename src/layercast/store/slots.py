@@ -52,9 +52,7 @@ class SlotTable:
         while left:
             start, length = self._choose(left, after)
             used = min(length, left)
-            self._remove(start)
-            if used < length:
-                self._insert(start + used, length - used)
+            self._cut(start, length, used)
             taken.append(range(start, start + used))
             left -= used
         self.free_count -= count
@@ -101,6 +99,17 @@ class SlotTable:
         insort(self._starts, start)
         insort(self._by_length, (length, start))
         self._lengths[start] = length
+
+    def _cut(self, start: int, length: int, used: int) -> None:
+        """Take the first `used` slots of a free extent."""
+        if used == length:
+            self._remove(start)
+            return
+        self._starts[bisect_left(self._starts, start)] += used
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        insort(self._by_length, (length - used, start + used))
+        del self._lengths[start]
+        self._lengths[start + used] = length - used
 
     def _remove(self, start: int) -> int:
         length = self._lengths.pop(start)
