@@ -68,9 +68,7 @@ class Driver:
         self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
         self._context = context
         self._handle = handle
-        self._kept = attributes, first = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
-        self.batch_attributes = (ctypes.addressof(attributes), ctypes.addressof(first))
-        """Addresses of the attributes and their index, as `copy_batch` wants them."""
+        self._attributes = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
         self.calls = self._calls()
         # Calls by `_quick` keep the interpreter lock: they end in microseconds, and taking it again beside a busy
         # thread costs milliseconds.
@@ -176,6 +174,12 @@ class Driver:
         code = self._lib.cuCtxEnablePeerAccess(context, 0)
         if code != _ALREADY_REACHED:
             self.check("cuCtxEnablePeerAccess", code)
+
+    @property
+    def batch_attributes(self) -> tuple[int, int]:
+        """Addresses of the attributes and their index, as `copy_batch` wants them."""
+        attributes, first = self._attributes
+        return ctypes.addressof(attributes), ctypes.addressof(first)
 
     @property
     def uuid(self) -> str:
