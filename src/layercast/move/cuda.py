@@ -34,6 +34,9 @@ STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
+BEGIN_S = 0.001
+"""Longest time that who submits copies to the device lets the thread that issues them write its program: a caller that
+goes straight on keeps the interpreter lock for up to five times as long, and the link idles meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,9 @@ class CudaMover(Mover):
             for part in [range(len(orders))] if whole else _growing(len(orders)):
                 way = Way.ENGINE if whole else arm.lane.way(batches[part.start : part.stop])
                 program = self._program(arm.lane, orders, part, wave, way, pinned=pinned)
-                self._issue(program.table(), program.longest, self._cuts, wave.errors)
+                table = program.table()
+                wave.begun.set()
+                self._issue(table, program.longest, self._cuts, wave.errors)
             wave.issued.set()
             arm.watcher.add(flights)
 
@@ -164,10 +169,13 @@ class CudaMover(Mover):
                     self._driver.bind()
                     arm.lane.skip(flights[-1].number)
                 wave.queued.set()
+                wave.begun.set()
                 wave.issued.set()
 
         flights[-1].then(ended)
         arm.line.submit(flights, run, others, keep, wave.queue)
+        if arm.lane.direction is Direction.UP and not others:
+            wave.begun.wait(BEGIN_S)  # a copy from the device has marks to wait for, and nobody waits for it
         return flights
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:

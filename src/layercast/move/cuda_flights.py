@@ -94,6 +94,8 @@ class Wave:
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = threading.Event()
+        self.begun = threading.Event()
+        """Set as the first of them are about to be handed over, without the interpreter lock."""
         self.issued = threading.Event()
         """Set once the device has all of it, or has refused it."""
 
