@@ -102,6 +102,20 @@ def test_a_step_sets_the_flags_it_was_given(device, issue):
     mover.close(SOON_S)
 
 
+@pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_one_stream_counts_all_batches_of_a_step_those_that_move_nothing_too(device, costs, kinds):
+    mover, memory = mover_of(device, costs), DeviceMemory(device, kinds)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    some, none = pieces_of((source, target, 32), (source + 64, target + 64, 32)), pieces_of()
+    for flight in mover.submit_all([some, none, some, none, some, none]):
+        flight.wait(SOON_S)
+    counted = [(entry[1], entry[3]) for entry in device.log if entry[0] == "write"]
+    assert [number for _, number in counted] == list(range(1, 7))
+    assert len({stream for stream, _ in counted}) == 1
+    mover.close(SOON_S)
+
+
 def test_a_step_behind_a_mark_is_held_by_the_device_not_by_the_host(device):
     mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
     source, target = memory.alloc(64), memory.alloc(64)

@@ -303,7 +303,7 @@ class CudaMover(Mover):
             index += alike
         if part.stop == len(orders):
             program.record(wave.event.handle, stream)
-        lane.finish(program, started, stream)
+        lane.finish(program, way, started, stream)
         return program
 
     def _pinned(self, direction: Direction, batches: Sequence[Pieces]) -> bool:

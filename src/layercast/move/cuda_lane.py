@@ -60,7 +60,6 @@ class Tables:
     host: int
     device: int
     free: int
-    filled: int
     used: int = 0
 
     def add(self, source: Ints, target: Ints, length: Ints) -> "Launch":
@@ -125,7 +124,6 @@ class Lane:
             self.driver.drop_stream(stream)
         for tables in staging.tables:
             self.driver.drop_event(tables.free)
-            self.driver.drop_event(tables.filled)
         for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
         self.driver.drop_host_memory(self.tally.address)
@@ -148,10 +146,10 @@ class Lane:
     def start(self, program: Program, way: Way, batches: Sequence[Pieces]) -> int:
         """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
 
-        batches: those that `move` gets next, in this order.
+        batches: those that `move` gets next, in this order. Of what is staged only the second half waits: the first one
+        fills slots, which say themselves when they are free.
         """
-        for stream in self._streams(way):
-            program.wait(stream, self._tail)
+        program.wait(self._last(way), self._tail)
         if way is not Way.ENGINE:
             self.staging.nth_tables += 1
             self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
@@ -179,16 +177,17 @@ class Lane:
 
         batches: one, or on the copy engine several that share their arrays. pinned: the device reaches both sides.
         """
-        if way is Way.ENGINE or not len(batches[0]):
+        if way is Way.ENGINE:
             batched = pinned and self.driver.batches
             program.copies(batches, self.copy, batched=batched, word=self.tally.address, number=number)
             return self.copy
-        stream = self.copy
-        if way is Way.KERNEL:
+        stream = self._last(way)
+        if not len(batches[0]):
+            pass  # only counted, on the stream that counts the others
+        elif way is Way.KERNEL:
             self._launch(program, next(self._launches), GRID[self.direction], stream)
         else:
             self._staged(program, rows_of(list(batches)))
-            stream = self.spread if self.direction is Direction.UP else stream
         owner, program.owner = program.owner, EVERYBODYS
         program.write(stream, self.tally.address, number)
         program.owner = owner
@@ -200,8 +199,8 @@ class Lane:
         self.driver.stream_writes_value(self.copy, self.tally.address, number)
         self.driver.record(self._tail, self.copy)
 
-    def finish(self, program: Program, started: int, stream: int) -> None:
-        """The last rows of a program, and the upload of its tables before the first that reads one."""
+    def finish(self, program: Program, way: Way, started: int, stream: int) -> None:
+        """The last rows of a program, and the upload of its tables, by the stream that reads them, before the first."""
         tables, self._tables = self._tables, None
         if tables is not None:
             program.record(tables.free, stream)
@@ -210,9 +209,7 @@ class Lane:
             program.owner = EVERYBODYS
             one = np.ones(1, np.int64)
             upload = Pieces.plain(one * tables.host, one * tables.device, one * tables.used)
-            program.copies([upload], self.copy, batched=False)
-            program.record(tables.filled, self.copy)
-            program.wait(self.spread, tables.filled)
+            program.copies([upload], self.spread if way is Way.STAGED else self.copy, batched=False)
             program.rows += first
         program.record(self._tail, stream)
 
@@ -250,6 +247,10 @@ class Lane:
         """The streams that this way uses."""
         return (self.copy, self.spread) if way is Way.STAGED else (self.copy,)
 
+    def _last(self, way: Way) -> int:
+        """The stream behind which a way's batches are complete, and that counts them."""
+        return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
+
     def _launch(self, program: Program, launch: Launch, grid: int, stream: int) -> None:
         assert self.kernel is not None
         values = self.kernel.values(*launch)
@@ -267,7 +268,7 @@ class Lane:
         if device:
             steps = range(0, TABLES * TABLE_BYTES, TABLE_BYTES)
             event = self.driver.event
-            self.staging.tables = [Tables(host + step, device + step, event(), event()) for step in steps]
+            self.staging.tables = [Tables(host + step, device + step, event()) for step in steps]
 
     def _take_slots(self, nbytes: int) -> None:
         """Device memory to stage in; without it copies are not staged."""
