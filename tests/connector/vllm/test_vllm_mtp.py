@@ -2,14 +2,20 @@
 
 import pytest
 
-BLOCK, NUMBERS = 32, [0, 1]
+NAMES, NUMBERS = ["mimo", "deepseek"], [0, 1]
+PROMPTS = [200, 230]
 USUAL = 1.8
 """Acceptance length of a layer that foretells the model; a layer that is always wrong has 1."""
 
 
 @pytest.fixture(scope="module")
-def facts(drive):
+def told(drive):
     return drive("mtp")
+
+
+@pytest.fixture(scope="module")
+def facts(told):
+    return told["mimo"]
 
 
 def tokens(run):
@@ -24,12 +30,14 @@ def test_tokens_are_those_of_an_engine_without_drafts(facts, number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_hit_is_loaded_with_the_mtp_layer_and_is_one_block_shorter(facts, number):
-    run = facts["runs"][number]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hit_is_loaded_with_the_mtp_layer_and_is_one_block_shorter(told, name, number):
+    facts = told[name]
+    run, block = facts["runs"][number], facts["block"]
     ((end, verified, nbytes, layers, _),) = run["warm"]["loads"]
     assert (end, verified, layers, facts["layers"] - facts["target"]) == ("landed", True, facts["layers"], 1)
     assert run["bytes"] == nbytes
-    assert run["warm"]["replies"][0]["cached"] == (5, 6)[number] * BLOCK
+    assert run["warm"]["replies"][0]["cached"] == ((PROMPTS[number] - 1) // block - 1) * block
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -50,7 +58,7 @@ def test_wrong_kv_of_the_mtp_layer_alone_shows_in_what_is_accepted(facts, number
 def test_generated_tokens_are_saved_without_drafts_that_were_not_verified(facts, number):
     run = facts["runs"][number]
     assert [load[0] for load in run["turn"]["loads"]] == ["landed"]
-    assert run["turn"]["replies"][0]["cached"] == run["warm"]["replies"][0]["cached"] + BLOCK
+    assert run["turn"]["replies"][0]["cached"] == run["warm"]["replies"][0]["cached"] + facts["block"]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -58,7 +66,9 @@ def test_a_damaged_byte_is_found_and_computed_again(facts, number):
     assert [load[0] for load in facts["runs"][number]["flipped"]["loads"]] == ["corrupt"]
 
 
-def test_nothing_is_left(facts):
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_left(told, name):
+    facts = told[name]
     drained = facts["drained"]
     assert (drained["idle"], drained["free_blocks"]) == (True, facts["blocks"])
     assert (drained["held"], drained["requests"], facts["threads"]) == (0, 0, [])
