@@ -362,7 +362,8 @@ class Directory:
 
     def _missed(self, gone: Sequence[Absence], blocks: int) -> None:
         """Count blocks that a save has to store, those of them that had been dropped by reason."""
-        self._misses.update(gone)
+        if gone:
+            self._misses.update(gone)
         if never := blocks - len(gone):
             self._misses[Absence.NEVER] += never
 

@@ -216,6 +216,7 @@ class SchedulerSide:
         """
         if self.chooser.halted:
             return None
+        after = min(after, len(tokens))
         held = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
         if not any(held):
             return None
@@ -387,14 +388,15 @@ def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int,
     Of a recurrent group these are the snapshots it took; elsewhere a block that slid out of a window has gone.
     """
     first, last = before // spec.block_size, after // spec.block_size
-    return {
-        index: block for index, block in enumerate(table[first : min(last, len(table))], first) if block is not None
-    }
+    return {index: block for index, block in enumerate(table[first:last], first) if block is not None}
 
 
 def _save_pairs(reservation: Reservation, held: Sequence[dict[int, int]]) -> tuple[BlockPairs, ...]:
+    groups = zip(reservation.slots, held, reservation.indices, strict=True)
     return tuple(
-        BlockPairs(group, slots, tuple([held[group][index] for index in indices]))
-        for group, (indices, slots) in enumerate(zip(reservation.indices, reservation.slots, strict=True))
-        if slots
+        [
+            BlockPairs(group, slots, tuple(map(blocks.__getitem__, indices)))
+            for group, (slots, blocks, indices) in enumerate(groups)
+            if slots
+        ]
     )

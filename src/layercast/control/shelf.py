@@ -88,9 +88,9 @@ class Shelf:
             at -= 1
         before = keys[at] if at >= 0 else None
         if len(indices) > self.table.free_count:
-            if before is not None:
-                self.touch(before)  # what is spared need not be passed over
-            self._evict(len(indices) - self.table.free_count, keys)
+            # once it is touched, what is spared goes last, and need not be looked for where that is all of it
+            whole = before is not None and self.touch(before) == at + 1 and behind == len(keys)
+            self._evict(len(indices) - self.table.free_count, () if whole else keys)
         slots = self.table.allocate(len(indices), self._slot_behind(before))
         self.saving.update(zip([keys[index] for index in indices], slots, strict=True))
         new = [keys[index] for index in sorted(indices)]
@@ -109,13 +109,19 @@ class Shelf:
         self._unlist(keys)
         self.table.free([self.saving.pop(key) for key in keys])
 
-    def touch(self, key: bytes) -> None:
-        """Count a block that is stored or being saved, and all before it, as just used, the first last to go."""
+    def touch(self, key: bytes) -> int:
+        """Count a block that is stored or being saved, and all before it, as just used, the first last to go.
+
+        How many these are.
+        """
         run: _Run | None = self._ending(key)
+        blocks = 0
         while run is not None:
             if run in self._runs:
                 self._runs.move_to_end(run)
+                blocks += len(run.keys)
             run = run.before
+        return blocks
 
     def pin(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Keep stored keys where they are until `unpin`: their slots. The caller has checked that they are stored."""

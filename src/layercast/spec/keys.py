@@ -22,7 +22,6 @@ KEY_BYTES = 32
 MAX_TOKEN = 2**31 - 1
 _BLOCK = b"layercast block 1"
 _NO_EXTRAS = bytes(8)
-"""As `_packed` writes an empty part."""
 
 
 class ExtraKind(StrEnum):
@@ -136,7 +135,8 @@ def continued_keys(
     blocks = len(tokens) // block_size
     ids = _token_bytes(tokens[: blocks * block_size])
     width = 4 * block_size
-    head, tail = _u64(2) + _u64(width), _NO_EXTRAS
+    # as `_packed` writes two parts, of which the second is empty where a block has no extras
+    head, tail = pack("<QQ", 2, width), _NO_EXTRAS
     find = _finder(extras) if extras else None
     keys = []
     for block, at in enumerate(range(0, len(ids), width), first_block):
