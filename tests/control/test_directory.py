@@ -172,6 +172,51 @@ def test_a_prefix_saved_in_chunks_ages_as_one():
     assert pool.present(0, keys(*range(6))) == [True] * 3 + [False] * 3
 
 
+def test_a_prefix_of_several_prompts_is_as_young_as_the_youngest_use_of_any():
+    """What only the older of two prompts has goes first; then the other's tail, and what they share last."""
+    pool, _ = directory(6)
+    for prompt in ((1, 2, 3, 4), (1, 2, 5), (1, 2, 5, 6)):
+        assert pool.commit(pool.reserve("a", [keys(*prompt)]).id)
+    gone = []
+    for number in range(10, 16):
+        store(pool, number)
+        gone += [n for n in range(1, 7) if n not in gone and not pool.present(0, keys(n))[0]]
+        pool.check()
+    assert gone == [4, 3, 6, 5, 2, 1]
+
+
+def test_a_shorter_prompt_renews_no_more_than_it_has():
+    pool, _ = directory(6)
+    store(pool, 1, 2, 3, 4)
+    store(pool, 8, 9)
+    pool.release(pool.lease("reader", [keys(1, 2)]))
+    store(pool, 10, 11, 12)
+    assert pool.present(0, keys(1, 2, 3, 4, 8, 9)) == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_a_block_that_is_saved_anew_in_the_midst_of_a_prefix_ages_with_it(bad):
+    pool, _ = directory(6)
+    store(pool, 1, 2, 3)
+    pool.forget(0, keys(bad))
+    store(pool, 1, 2, 3)
+    store(pool, 7, 8, 9)
+    pool.release(pool.lease("reader", [keys(1, 2, 3)]))
+    store(pool, 10, 11)
+    assert pool.present(0, keys(1, 2, 3, 7, 8, 9)) == [True, True, True, True, False, False]
+    pool.check()
+
+
+def test_a_request_that_goes_on_keeps_its_prefix_in_a_full_pool():
+    """Whoever has saved that, and whatever was saved in between."""
+    pool, _ = directory(8)
+    store(pool, 1, 2, 3)
+    for more in range(4, 8):
+        store(pool, 10 * more)
+        assert pool.commit(pool.reserve("reader", [keys(*range(1, more + 1))]).id)
+    assert pool.present(0, keys(*range(1, 8), 40, 50, 60, 70)) == [True] * 7 + [False] * 3 + [True]
+
+
 def test_chunks_of_a_prefix_lie_in_one_run_of_slots():
     pool, _ = directory(32)
     store(pool, *range(100, 132))

@@ -5,7 +5,7 @@ nothing. Does not know addresses, bytes, tensors or how blocks move.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -216,7 +216,7 @@ class Directory:
         return lease
 
     def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> Lease:
-        groups = self._by_group(wanted)
+        groups = list(self._by_group(wanted))
         absences = Counter(
             why
             for shelf, keys in groups
@@ -367,10 +367,10 @@ class Directory:
         if never := blocks - len(gone):
             self._misses[Absence.NEVER] += never
 
-    def _by_group(self, keys: Sequence[Keys]) -> list[tuple[Shelf, Keys]]:
+    def _by_group(self, keys: Sequence[Keys]) -> Iterator[tuple[Shelf, Keys]]:
         if len(keys) != len(self._shelves):
             raise Refused(f"keys for {len(keys)} groups, but there are {len(self._shelves)}")
-        return list(zip(self._shelves, keys, strict=True))
+        return zip(self._shelves, keys, strict=True)
 
     def _id(self, what: str) -> str:
         return f"{what}-{next(self._numbers)}"

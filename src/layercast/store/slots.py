@@ -56,7 +56,8 @@ class SlotTable:
             taken.append(range(start, start + used))
             left -= used
         self.free_count -= count
-        return tuple(chain.from_iterable(sorted(taken, key=_first)))
+        taken.sort(key=_first)
+        return tuple(chain.from_iterable(taken))
 
     def free(self, slots: Iterable[int]) -> None:
         """Take back slots, in any order. Raises BadBlocks for one out of range, repeated or free already."""
