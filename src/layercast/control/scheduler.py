@@ -348,11 +348,9 @@ class SchedulerSide:
         self, request: str | None, tokens: Sequence[int], extras: ExtrasOf | None, end: int
     ) -> list[list[bytes]]:
         """Keys of the full blocks of `tokens[:end]`, by group, and of those after them that were named before."""
-        names = self._names.get(request) if request is not None else None
-        if names is None:
-            names = [[] for _ in self.specs]
-            if request is not None:
-                self._names[request] = names
+        names: list[list[bytes]] = [[] for _ in self.specs]
+        if request is not None:
+            names = self._names.setdefault(request, names)
         for named, root, spec in zip(names, self._roots, self.specs, strict=True):
             size, known = spec.block_size, len(named)
             if end // size > known:
@@ -392,11 +390,6 @@ def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int,
 
 
 def _save_pairs(reservation: Reservation, held: Sequence[dict[int, int]]) -> tuple[BlockPairs, ...]:
-    groups = zip(reservation.slots, held, reservation.indices, strict=True)
-    return tuple(
-        [
-            BlockPairs(group, slots, tuple(map(blocks.__getitem__, indices)))
-            for group, (slots, blocks, indices) in enumerate(groups)
-            if slots
-        ]
-    )
+    groups = enumerate(zip(reservation.slots, held, reservation.indices, strict=True))
+    blocks = [(group, slots, tuple(map(table.__getitem__, at))) for group, (slots, table, at) in groups if slots]
+    return tuple(BlockPairs(*pairs) for pairs in blocks)
