@@ -96,7 +96,8 @@ def measure(names: list[str], given: argparse.Namespace) -> int:
         try:
             report = run(replace(CASES[name], repeats=given.repeats), say, partial(note, found, name, given.json))
         except Refused as error:
-            found[name] = f"not measured: {error}"
+            some = found.get(name)
+            found[name] = some | {"refused": str(error), "whole": True} if some else f"not measured: {error}"
         else:
             found[name]["whole"] = True
             wrong |= bool(report.wrong)

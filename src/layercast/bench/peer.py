@@ -22,10 +22,13 @@ STAGGERS_US = (0, 100, 1000)
 
 
 def peer(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) -> Iterator[Table]:
-    """A table for each device that the first one writes, then one of all devices loading from the host at once."""
+    """A table of all devices loading from the host at once, then one for each device that the first one writes.
+
+    Raises Refused where a device does not reach the other.
+    """
+    yield at_once(devices, shape, tokens, repeats)
     for other in devices[1:]:
         yield pushed(devices[0], other, shape, tokens, repeats)
-    yield at_once(devices, shape, tokens, repeats)
 
 
 def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: int) -> Table:
