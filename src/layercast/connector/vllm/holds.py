@@ -1,8 +1,8 @@
 """Engine blocks that copies still read or write, kept safe until every rank has reported.
 
 What a load writes is held by reference count. What a save reads is held too, or, where vLLM's own prefix cache keeps
-freed blocks for as long as it can, it is only watched: a block that is handed out before its copy was reported costs
-that save, and `reset_prefix_cache`, sleep and pause find no block in use. While the engine is idle nothing is held.
+a freed block for as long as it can, it is only watched: one that is handed out before its copy was reported costs that
+save, and `reset_prefix_cache`, sleep and pause find no block in use. While the engine is idle nothing is held.
 Does not know requests, tokens or what the copies are for.
 """
 
@@ -25,7 +25,7 @@ class Holds:
         self._held: dict[str, list[KVCacheBlock]] = {}
         self._watched: defaultdict[int, set[str]] = defaultdict(set)
         """Block to the orders that read it without holding it."""
-        self._watching: dict[str, list[int]] = {}
+        self._watching: dict[str, set[int]] = {}
 
     def hold(self, order: str, pairs: Sequence[BlockPairs]) -> None:
         """Keep an order's blocks from being handed out, until it is released."""
@@ -36,16 +36,13 @@ class Holds:
     def keep(self, order: str, pairs: Sequence[BlockPairs]) -> None:
         """Keep the content of an order's blocks until it is released, or hear of it if it can't be kept."""
         self.hold(order, pairs)
-        if self._can_watch and self._pool.enable_caching:
-            self._watch(order)
+        if self._can_watch:
+            self._watch(order, [block for block in self._held[order] if self._lasts(block)])
 
     def release(self, orders: Iterable[str]) -> None:
         """Let go of the blocks of orders that have ended."""
         for order in orders:
-            for block in self._watching.pop(order, ()):
-                self._watched[block].discard(order)
-                if not self._watched[block]:
-                    del self._watched[block]
+            self._forget(order, self._watching.pop(order, set()))
             blocks = self._held.pop(order, None)
             if blocks is not None:
                 self._pool.free_blocks(reversed(blocks))
@@ -53,8 +50,17 @@ class Holds:
     def relinquish(self) -> None:
         """The engine is idle: hold nothing. Older block pools can't tell what is reused, so there we go on holding."""
         if self._can_watch:
-            for order in list(self._held):
-                self._watch(order)
+            for order, blocks in self._held.items():
+                self._watch(order, blocks)
+
+    def resume(self) -> None:
+        """The engine is not idle any more: hold again what it would hand out next."""
+        for order, ids in self._watching.items():
+            unused = [self._pool.blocks[block] for block in ids if order in self._watched.get(block, ())]
+            soon = [block for block in unused if not self._lasts(block)]
+            self._forget(order, [block.block_id for block in soon])
+            self._pool.touch(soon)
+            self._held.setdefault(order, []).extend(soon)
 
     def doubt(self, blocks: Iterable[int]) -> None:
         """Let nobody find these in vLLM's prefix cache any more."""
@@ -66,11 +72,25 @@ class Holds:
         """Blocks held."""
         return sum(len(blocks) for blocks in self._held.values())
 
-    def _watch(self, order: str) -> None:
-        blocks = self._held.pop(order)
-        self._watching[order] = [block.block_id for block in blocks]
-        for block in blocks:
-            self._watched[block.block_id].add(order)
+    def _lasts(self, block: KVCacheBlock) -> bool:
+        """Whether vLLM, once nobody holds it, hands it out last: else it is the first to go."""
+        return self._pool.enable_caching and block.block_hash is not None
+
+    def _forget(self, order: str, blocks: Iterable[int]) -> None:
+        """Watch these blocks of an order no more."""
+        left = self._watching.get(order, set())
+        for block in list(blocks):
+            left.discard(block)
+            self._watched[block].discard(order)
+            if not self._watched[block]:
+                del self._watched[block]
+
+    def _watch(self, order: str, blocks: Sequence[KVCacheBlock]) -> None:
+        ids = {block.block_id for block in blocks}
+        self._held[order] = [block for block in self._held[order] if block.block_id not in ids]
+        self._watching.setdefault(order, set()).update(ids)
+        for block in ids:
+            self._watched[block].add(order)
         self._pool.unpin_blocks(blocks, self._on_reuse)
 
     def _on_reuse(self, block: KVCacheBlock) -> None:

@@ -380,6 +380,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
             known = Tracked(request, {}, load=load, save=save, told=stated)
             known.miss = None if role.is_kv_consumer else MissReason.PRODUCER
+            if not self.tracked:
+                self._holds.resume()
             self.tracked[request.request_id] = known
             try:
                 known.extras = extras_of(request, self._adapters, self._saves.grain, wishes.salt)
