@@ -94,5 +94,9 @@ class Holds:
         self._pool.unpin_blocks(blocks, self._on_reuse)
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
+        if block.next_free_block is not None:  # vLLM's prefix cache was emptied, and nobody has been given the block
+            self._pool.touch([block])
+            self._pool.unpin_blocks([block], self._on_reuse)
+            return
         for order in self._watched.pop(block.block_id, ()):
             self._reused(order)
