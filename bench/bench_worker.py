@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "move")]
-from host_device import HostDevice
+from host_device import KERNEL, HostDevice
 
 from layercast.config import Config
 from layercast.flow.batches import Ways
@@ -29,6 +29,7 @@ from layercast.flow.worker import Worker
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST, Calls, memory_copy
 from layercast.move.cuda_gates import CudaGate
+from layercast.move.cuda_ways import Way, only
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab
@@ -62,7 +63,7 @@ class NullDevice(HostDevice):
         )
 
 
-def opened(block_major: bool):
+def opened(block_major: bool, staged: bool = False):
     """(worker, engine's pools): the worker over memory that counts as a device's."""
     device = NullDevice()
     pool = np.zeros((LAYERS, BLOCKS, WORDS), np.int32)
@@ -80,7 +81,9 @@ def opened(block_major: bool):
     device.memory[pool.ctypes.data] = (DEVICE, pool.nbytes, pool)
     owner = np.frombuffer(slab.owner, np.uint8)
     device.memory[owner.ctypes.data] = (HOST, owner.nbytes, owner)
-    mover = CudaMover(device, current_stream=lambda: 7)
+    mover = CudaMover(device, KERNEL if staged else None, current_stream=lambda: 7)
+    if staged:
+        mover.prefer(only(Way.STAGED))
     ways = Ways.between(layout, slab, config, on_device=True)
     return Worker(ways, mover, CudaGate(device, lambda: 7), keep=(pool,)), mover
 
@@ -174,8 +177,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile")
     parser.add_argument("--block-major", action="store_true")
+    parser.add_argument("--staged", action="store_true", help="by way of the staging buffer, whatever the pieces")
     args = parser.parse_args()
-    worker, mover = opened(args.block_major)
+    worker, mover = opened(args.block_major, args.staged)
     steps = Steps(worker)
     if args.profile:
         case = CASES[args.profile]

@@ -77,10 +77,10 @@ class HostDevice:
 
     def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, parameters, _extra) -> None:
         assert function == KERNEL.function
-        source, target, length, pieces, chunks = (_array(at, 1)[0] for at in _array(parameters, 5).tolist())
+        source, target, length, pieces, chunks, *shifts = (_array(at, 1)[0] for at in _array(parameters, 7).tolist())
         columns = [_array(int(at), int(pieces)) for at in (source, target, length)]
         assert chunks * 16384 >= columns[2].max() * 8
-        copy_reference(columns[0], columns[1], columns[2] * 8)
+        copy_reference(columns[0] + shifts[0], columns[1] + shifts[1], columns[2] * 8)
 
     def bind(self) -> None: ...
 

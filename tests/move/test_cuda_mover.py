@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 from host_device import KERNEL, DeviceMemory, HostDevice
+from msgspec.structs import replace
 
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
 from layercast.move.cuda import CudaMover
@@ -81,6 +82,30 @@ def test_a_step_of_scattered_blocks_moves_whichever_way_and_direction(device, co
     del flight, flights
     assert not device.live
     assert len(device.memory) == 8, "only what the test took is left"
+
+
+@pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_layers_that_share_their_arrays_share_a_table_and_move_each_from_its_own_place(device, costs, kinds, ordered):
+    memory, mover, size, layers = DeviceMemory(device, kinds), mover_of(device, costs), 1024, 5
+    source, target = memory.alloc(size * 40 * layers), memory.alloc(size * 40 * layers)
+    data = os.urandom(size * 40 * layers)
+    memory.write(source, data)
+    from_, to = np.random.default_rng(0).permutation(40)[:20], np.random.default_rng(1).permutation(40)[:20]
+    first = pieces_of(*((source + size * int(a), target + size * int(b), size) for a, b in zip(from_, to, strict=True)))
+    lists = [replace(first, shift=(40 * size * n, 40 * size * (layers - 1 - n))) for n in range(layers)]
+    before = mover.submit(pieces_of())
+    before.wait(SOON_S)
+    for flight in mover.submit_all(lists, after=[(mover.mark(),) if ordered else ()] * layers):
+        flight.wait(SOON_S)
+    expected = bytearray(size * 40 * layers)
+    for n in range(layers):
+        for a, b in zip(from_, to, strict=True):
+            at, place = size * (40 * n + int(a)), size * (40 * (layers - 1 - n) + int(b))
+            expected[place : place + size] = data[at : at + size]
+    assert memory.read(target, len(expected)) == bytes(expected)
+    mover.close(SOON_S)
 
 
 @pytest.mark.parametrize("issue", ["plain", "compiled"])

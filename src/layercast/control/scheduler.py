@@ -117,8 +117,8 @@ class SchedulerSide:
         self.backing = backing or Backing(directory, (), specs, 0)
         self.config = config
         self.specs = tuple(specs)
-        self._identities = tuple(identities)
-        self._roots = [identity.digest() for identity in identities]
+        self._identities = {identity: identity.digest() for identity in identities}
+        """Each group's, and the root of its chains of keys."""
         self._shared_blocks = shared_blocks
         self.chooser = Chooser(config, specs, block_bytes, in_forward, directory.clock)
         self._names: dict[str, list[list[bytes]]] = {}
@@ -274,8 +274,8 @@ class SchedulerSide:
         end = f"{RENEWED}{secrets.token_hex(8)}"
         versions = [identity.weights_version.split(RENEWED)[0] + end for identity in self._identities]
         pairs = zip(self._identities, versions, strict=True)
-        self._identities = tuple(msgspec.structs.replace(one, weights_version=version) for one, version in pairs)
-        self._roots = [identity.digest() for identity in self._identities]
+        renewed = [msgspec.structs.replace(one, weights_version=version) for one, version in pairs]
+        self._identities = {identity: identity.digest() for identity in renewed}
         self._names.clear()
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
@@ -351,7 +351,7 @@ class SchedulerSide:
         names: list[list[bytes]] = [[] for _ in self.specs]
         if request is not None:
             names = self._names.setdefault(request, names)
-        for named, root, spec in zip(names, self._roots, self.specs, strict=True):
+        for named, root, spec in zip(names, self._identities.values(), self.specs, strict=True):
             size, known = spec.block_size, len(named)
             if end // size > known:
                 seen = extras_for(extras, min(spec.block_size for spec in self.specs), size) if extras else None

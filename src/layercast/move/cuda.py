@@ -20,7 +20,7 @@ from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
 from layercast.move.cuda_issue import Issue, best_issue
-from layercast.move.cuda_lane import Lane
+from layercast.move.cuda_lane import Lane, arrays_of
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import Costs, Direction, Way
@@ -153,11 +153,12 @@ class CudaMover(Mover):
             batches = [order.pieces for order in orders]
             pinned = self._pinned(arm.lane.direction, batches)
             whole = not pinned or arm.lane.way(batches[:1]) is Way.ENGINE
-            for part in [range(len(orders))] if whole else _growing(len(orders)):
+            for part in [range(len(orders))] if whole else _growing(batches):
                 way = Way.ENGINE if whole else arm.lane.way(batches[part.start : part.stop])
                 program = self._program(arm.lane, orders, part, wave, way, pinned=pinned)
                 table = program.table()
-                wave.begun.set()
+                if part.stop == len(orders):
+                    wave.begun.set()
                 self._issue(table, program.longest, self._cuts, wave.errors)
             wave.issued.set()
             arm.watcher.add(flights)
@@ -283,7 +284,7 @@ class CudaMover(Mover):
     ) -> Program:
         """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
         program, batches = Program(EVERYBODYS), [orders[index].pieces for index in part]
-        started, stream = lane.start(program, way, batches), lane.copy
+        started, stream = lane.start(program, way), lane.copy
         passed: set[Flight] = set()
         index = part.start
         while index < part.stop:
@@ -361,16 +362,18 @@ def _alike(orders: Sequence[_Order], part: range, passed: set[Flight]) -> int:
         return 1
     for index in part[1:]:
         mine, order = first.pieces, orders[index]
-        same = order.pieces.sources is mine.sources and order.pieces.targets is mine.targets
-        if not same or order.pieces.length is not mine.length or order.flag or order.behind:
+        if arrays_of(order.pieces) != arrays_of(mine) or order.flag or order.behind:
             return index - part.start
         if not passed.issuperset(order.after):
             return index - part.start
     return len(part)
 
 
-def _growing(count: int) -> list[range]:
-    """Parts of 1, 3, 12, 48, ... batches: a kernel's tables are written while the part before them moves."""
+def _growing(batches: Sequence[Pieces]) -> list[range]:
+    """The first batch and the others, while which are written it moves; in growing parts where each has its table."""
+    count = len(batches)
+    if len(set(map(arrays_of, batches))) == 1:
+        return [range(1), range(1, count)][: min(count, 2)]
     ends = [1, *(4**nth for nth in range(1, count.bit_length() // 2 + 2))]
     return [range(first, min(last, count)) for first, last in pairwise([0, *ends]) if first < count]
 

@@ -95,7 +95,7 @@ class Wave:
         """The number of the first, from when `queued` is set."""
         self.queued = threading.Event()
         self.begun = threading.Event()
-        """Set as the first of them are about to be handed over, without the interpreter lock."""
+        """Set as the last of them are about to be handed over, without the interpreter lock."""
         self.issued = threading.Event()
         """Set once the device has all of it, or has refused it."""
 

@@ -5,11 +5,11 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from layercast.errors import OutOfMemory
@@ -17,8 +17,8 @@ from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import DEFAULT_COSTS, Direction, Ints, Rows, Way, aligned, rows_of, stretches, way_of
-from layercast.move.kernels.pieces import PieceKernel, table_of
+from layercast.move.cuda_ways import DEFAULT_COSTS, WORD, Direction, Ints, Way, aligned, rows_of, stretches, way_of
+from layercast.move.kernels.pieces import PieceKernel, Table, table_of
 from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
@@ -44,13 +44,15 @@ class Slot:
     free: int
 
 
-class Launch(NamedTuple):
-    """What the kernel is told: the address of its table in device memory, the table's columns, and its pieces."""
+class Part(NamedTuple):
+    """What goes through one slot of the staging buffer, whatever layer it is of.
 
-    table: int
-    columns: int
-    pieces: int
-    longest: int
+    long: copies between host memory and the slot, whose addresses here begin at 0. table: of the copies between the
+    slot, likewise, and the blocks.
+    """
+
+    long: Pieces
+    table: Table
 
 
 @dataclass(slots=True)
@@ -61,23 +63,16 @@ class Tables:
     device: int
     free: int
     used: int = 0
+    parts: dict[tuple[int, ...], list[Part]] = field(default_factory=dict)
+    """By what arrays batches share: a table is written once for all layers."""
 
-    def add(self, source: Ints, target: Ints, length: Ints) -> "Launch":
-        """Append one launch's table."""
-        return next(self.add_all(Rows(source, target, length, np.zeros(len(length), np.int64)), 1))
-
-    def add_all(self, rows: Rows, batches: int) -> "Iterator[Launch]":
-        """Append one table for the launches of so many batches; a launch for each that has rows."""
-        table, first, counts = table_of(rows, batches)
+    def add(self, source: Ints, target: Ints, length: Ints) -> Table:
+        """Append a table."""
+        table, chunks = table_of(source, target, length)
         ctypes.memmove(self.host + self.used, table.ctypes.data, table.nbytes)
-        address, columns = self.device + self.used, table.shape[1]
+        address = self.device + self.used
         self.used += table.nbytes
-        some = np.flatnonzero(counts)
-        longest = np.maximum.reduceat(rows.length, (np.cumsum(counts) - counts)[some])
-        at = (address + 8 * first[some]).tolist()
-        return (
-            Launch(*each) for each in zip(at, repeat(columns), counts[some].tolist(), longest.tolist(), strict=False)
-        )
+        return Table(address, table.shape[1], len(length), chunks)
 
 
 @dataclass(slots=True)
@@ -111,7 +106,6 @@ class Lane:
         self.tally = Tally(driver.host_memory(4))
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
-        self._launches: Iterator[Launch] = iter(())
         if kernel is not None:
             self._take_tables()
             if direction in (Direction.UP, Direction.DOWN) and staging_limit:
@@ -137,16 +131,18 @@ class Lane:
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=bool(self.staging.tables))
         if way is Way.ENGINE:
             return way
-        every = Pieces.join(list(pieces))
-        fits = way is Way.KERNEL or int(every.length.max()) <= self.staging.slot_bytes
-        # A launch has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        fits &= 24 * 2 * (int(every.count.sum()) + 2) <= TABLE_BYTES
-        return way if fits and aligned(every) else Way.ENGINE
+        shared = {arrays_of(part): part for part in pieces}.values()
+        rows = sum(int(part.count.sum()) for part in shared)
+        longest = max(int(part.length.max(initial=0)) for part in shared)
+        fits = way is Way.KERNEL or longest <= self.staging.slot_bytes
+        # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
+        fits &= 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
+        return way if fits and all(map(aligned, shared)) and not _odd(pieces) else Way.ENGINE
 
-    def start(self, program: Program, way: Way, batches: Sequence[Pieces]) -> int:
+    def start(self, program: Program, way: Way) -> int:
         """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
 
-        batches: those that `move` gets next, in this order. Of what is staged only the second half waits: the first one
+        Of what is staged only the second half waits: the first one
         fills slots, which say themselves when they are free.
         """
         program.wait(self._last(way), self._tail)
@@ -155,8 +151,7 @@ class Lane:
             self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
             self.driver.sleep_until(self._tables.free)
             self._tables.used = 0
-            if way is Way.KERNEL:
-                self._launches = self._tables.add_all(rows_of(list(batches)), len(batches))
+            self._tables.parts.clear()
         return len(program.rows)
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -184,10 +179,9 @@ class Lane:
         stream = self._last(way)
         if not len(batches[0]):
             pass  # only counted, on the stream that counts the others
-        elif way is Way.KERNEL:
-            self._launch(program, next(self._launches), GRID[self.direction], stream)
         else:
-            self._staged(program, rows_of(list(batches)))
+            for batch in batches:
+                self._move(program, batch, way)
         owner, program.owner = program.owner, EVERYBODYS
         program.write(stream, self.tally.address, number)
         program.owner = owner
@@ -213,35 +207,54 @@ class Lane:
             program.rows += first
         program.record(self._tail, stream)
 
-    def _staged(self, program: Program, rows: Rows) -> None:
-        up, tables = self.direction is Direction.UP, self._tables
+    def _move(self, program: Program, pieces: Pieces, way: Way) -> None:
+        """A batch by the kernel, straight or through the staging buffer."""
+        tables, up, (from_, to) = self._tables, self.direction is Direction.UP, pieces.shift
         assert tables is not None
-        order, stretch = stretches(rows.source if up else rows.target, rows.length)
-        rows = rows.take(order)
-        ends = np.cumsum(rows.length)
-        first = 0
-        while first < len(rows):
-            skipped = int(ends[first] - rows.length[first])
-            last = int(np.searchsorted(ends, skipped + self.staging.slot_bytes, side="right"))
-            part, slot = rows.take(slice(first, last)), self.staging.slot()
-            staged = slot.address + ends[first:last] - part.length - skipped
-            heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
-            length = np.add.reduceat(part.length, heads)
+        parts = tables.parts.get(same := arrays_of(pieces))
+        if parts is None:
+            parts = tables.parts[same] = self._parts(tables, pieces, way)
+        for long, table in parts:
+            if way is Way.KERNEL:
+                self._launch(program, table, GRID[self.direction], self.copy, (from_, to))
+                continue
+            slot = self.staging.slot()
             if up:
                 program.wait(self.copy, slot.free)
-                longer = Pieces.plain(part.source[heads], staged[heads], length)
-                program.copies([longer], self.copy, batched=self.driver.batches)
+                program.copies([_shifted(long, from_, slot.address)], self.copy, batched=self.driver.batches)
                 self._hand_over(program, self.copy, self.spread)
-                self._launch(program, tables.add(staged, part.target, part.length), STAGED_GRID, self.spread)
+                self._launch(program, table, STAGED_GRID, self.spread, (slot.address, to))
                 program.record(slot.free, self.spread)
             else:
                 program.wait(self.spread, slot.free)
-                self._launch(program, tables.add(part.source, staged, part.length), STAGED_GRID, self.spread)
+                self._launch(program, table, STAGED_GRID, self.spread, (from_, slot.address))
                 self._hand_over(program, self.spread, self.copy)
-                longer = Pieces.plain(staged[heads], part.target[heads], length)
-                program.copies([longer], self.copy, batched=self.driver.batches)
+                program.copies([_shifted(long, slot.address, to)], self.copy, batched=self.driver.batches)
                 program.record(slot.free, self.copy)
+
+    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
+        """Tables of what pieces are, apart from their shift; of staged ones in parts that fit a slot."""
+        rows = rows_of([_shifted(pieces, 0, 0)])
+        if way is Way.KERNEL:
+            return [Part(pieces, tables.add(rows.source, rows.target, rows.length))]
+        up, parts, first = self.direction is Direction.UP, list[Part](), 0
+        order, stretch = stretches(rows.source if up else rows.target, rows.length)
+        rows = rows.take(order)
+        ends = np.cumsum(rows.length)
+        while first < len(rows):
+            skipped = int(ends[first] - rows.length[first])
+            last = int(np.searchsorted(ends, skipped + self.staging.slot_bytes, side="right"))
+            part = rows.take(slice(first, last))
+            staged = ends[first:last] - part.length - skipped
+            heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
+            length = np.add.reduceat(part.length, heads)
+            if up:
+                long, ends_ = Pieces.plain(part.source[heads], staged[heads], length), (staged, part.target)
+            else:
+                long, ends_ = Pieces.plain(staged[heads], part.target[heads], length), (part.source, staged)
+            parts.append(Part(long, tables.add(*ends_, part.length)))
             first = last
+        return parts
 
     def _streams(self, way: Way) -> tuple[int, ...]:
         """The streams that this way uses."""
@@ -251,9 +264,9 @@ class Lane:
         """The stream behind which a way's batches are complete, and that counts them."""
         return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
 
-    def _launch(self, program: Program, launch: Launch, grid: int, stream: int) -> None:
+    def _launch(self, program: Program, table: Table, grid: int, stream: int, shifts: tuple[int, int]) -> None:
         assert self.kernel is not None
-        values = self.kernel.values(*launch)
+        values = self.kernel.values(table, *shifts)
         program.launch(self.kernel.function, grid, self.kernel.threads, self.kernel.shared, stream, values)
 
     def _hand_over(self, program: Program, from_: int, to: int) -> None:
@@ -288,3 +301,18 @@ class Lane:
         self.staging.blocks.append((kind, address))
         self.staging.nbytes += nbytes
         return address
+
+
+def arrays_of(pieces: Pieces) -> tuple[int, ...]:
+    """What tells pieces apart that differ in more than their shift, while they are alive."""
+    return id(pieces.sources), id(pieces.targets), id(pieces.length), id(pieces.count)
+
+
+def _shifted(pieces: Pieces, source: int, target: int) -> Pieces:
+    """The same arrays, otherwise shifted."""
+    return msgspec.structs.replace(pieces, shift=(source, target))
+
+
+def _odd(pieces: Sequence[Pieces]) -> bool:
+    """Whether one is shifted by what a kernel can't follow."""
+    return any((part.shift[0] | part.shift[1]) % WORD for part in pieces)

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import Refused
-from layercast.move.cuda_ways import Rows
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,32 +30,37 @@ class PieceKernel:
     shared: int
     owner: Any
 
-    def values(self, table: int, columns: int, pieces: int, longest: int) -> Ints:
-        """Its parameters, for a batch that starts at `table` in device memory, in a table of so many columns.
+    def values(self, table: "Table", source_shift: int, target_shift: int) -> Ints:
+        """Its parameters. shifts: bytes added to all addresses of the table.
 
-        longest: bytes of the longest piece. The compiled code relies on rows at multiples of 16 bytes.
+        The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
-        assert table % WORD_BYTES == 0
-        assert columns % 2 == 0
-        chunks = -(-longest // (8 * BLOCK))
+        assert (table.address | source_shift | target_shift) % WORD_BYTES == 0
+        assert table.columns % 2 == 0
+        first, column = table.address, 8 * table.columns
         # Triton appends pointers to scratch memory, which this kernel has none of.
-        return np.array([table, table + 8 * columns, table + 16 * columns, pieces, chunks, 0, 0], np.int64)
+        shifts = (source_shift, target_shift, 0, 0)
+        return np.array([first, first + column, first + 2 * column, table.pieces, table.chunks, *shifts], np.int64)
 
 
-def table_of(rows: Rows, batches: int) -> tuple[Ints, Ints, Ints]:
-    """(int64 [3, columns]: from, to, 8-byte words of each row; each batch's first column; its rows).
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What the kernel copies: a table in device memory, its columns, the pieces in it, and turns the longest takes."""
 
-    Each batch starts at an even column, and the number of columns is even. Asserts the alignment.
-    """
-    assert_aligned(rows.source, rows.target, rows.length)
-    counts = np.bincount(rows.batch, minlength=batches)
-    wide = counts + counts % 2
-    first = np.cumsum(wide) - wide
-    at = np.arange(len(rows)) + (first - np.cumsum(counts) + counts)[rows.batch]
-    table = np.zeros((3, int(wide.sum())), np.int64)
-    for row, column in zip(table, (rows.source, rows.target, rows.length >> 3), strict=True):
-        row[at] = column
-    return table, first, counts
+    address: int
+    columns: int
+    pieces: int
+    chunks: int
+
+
+def table_of(source: Ints, target: Ints, length: Ints) -> tuple[Ints, int]:
+    """(int64 [3, columns]: from, to, 8-byte words of each piece, turns the longest takes). The columns are even."""
+    assert_aligned(source, target, length)
+    count = len(length)
+    table = np.zeros((3, count + count % 2), np.int64)
+    for row, column in zip(table, (source, target, length >> 3), strict=True):
+        row[:count] = column
+    return table, -(-int(length.max(initial=0)) // (8 * BLOCK))
 
 
 def assert_aligned(*arrays: Ints) -> None:
@@ -83,8 +87,9 @@ def compiled(device: int) -> PieceKernel:
         from layercast.move.kernels.pieces_triton import copy_pieces
 
         with torch.cuda.device(device):
+            column, shift = torch.int64, 1 << 40  # a number so large is passed as 64 bits
             made = copy_pieces.warmup(
-                torch.int64, torch.int64, torch.int64, 0, 0, BLOCK=BLOCK, grid=(1,), num_warps=WARPS
+                column, column, column, 0, 0, shift, shift, BLOCK=BLOCK, grid=(1,), num_warps=WARPS
             )
             made._init_handles()
     except (ImportError, OSError, RuntimeError) as error:
