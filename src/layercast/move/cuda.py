@@ -295,7 +295,7 @@ class CudaMover(Mover):
                     passed.add(flight)
             if order.behind:
                 lane.hold_until(program, order.behind, way)
-            alike = 1 if way is not Way.ENGINE else _alike(orders, range(index, part.stop), passed)
+            alike = _alike(orders, range(index, part.stop), passed)
             program.owner, group = index, batches[index - part.start : index - part.start + alike]
             stream = lane.move(program, group, way, wave.number(index), pinned=pinned)
             program.owner = EVERYBODYS

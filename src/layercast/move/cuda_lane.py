@@ -5,8 +5,9 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -170,21 +171,19 @@ class Lane:
     def move(self, program: Program, batches: Sequence[Pieces], way: Way, number: int, *, pinned: bool) -> int:
         """Add batches and count them as `number` and those after it; the stream behind which they are complete.
 
-        batches: one, or on the copy engine several that share their arrays. pinned: the device reaches both sides.
+        batches: several only where they share their arrays. pinned: the device reaches both sides.
         """
         if way is Way.ENGINE:
             batched = pinned and self.driver.batches
             program.copies(batches, self.copy, batched=batched, word=self.tally.address, number=number)
             return self.copy
         stream = self._last(way)
-        if not len(batches[0]):
-            pass  # only counted, on the stream that counts the others
-        else:
-            for batch in batches:
-                self._move(program, batch, way)
-        owner, program.owner = program.owner, EVERYBODYS
-        program.write(stream, self.tally.address, number)
-        program.owner = owner
+        for nth, rows in enumerate(self._moves(program, batches, way)):
+            owner = program.owner
+            rows()
+            program.owner = EVERYBODYS
+            program.write(stream, self.tally.address, (number + nth) & 0xFFFFFFFF)
+            program.owner = owner + 1
         return stream
 
     def skip(self, number: int) -> None:
@@ -207,36 +206,55 @@ class Lane:
             program.rows += first
         program.record(self._tail, stream)
 
-    def _move(self, program: Program, pieces: Pieces, way: Way) -> None:
-        """A batch by the kernel, straight or through the staging buffer."""
-        tables, up, (from_, to) = self._tables, self.direction is Direction.UP, pieces.shift
-        assert tables is not None
-        parts = tables.parts.get(same := arrays_of(pieces))
+    def _moves(self, program: Program, batches: Sequence[Pieces], way: Way) -> list[Callable[[], None]]:
+        """For each of the batches, which share their arrays, what adds the rows that move it by the kernel."""
+        assert self._tables is not None
+        assert self.kernel is not None
+        tables, kernel, up = self._tables, self.kernel, self.direction is Direction.UP
+        if not len(batches[0]):  # only counted, on the stream that counts the others
+            return [lambda: None] * len(batches)
+        parts = tables.parts.get(same := arrays_of(batches[0]))
         if parts is None:
-            parts = tables.parts[same] = self._parts(tables, pieces, way)
-        for long, table in parts:
-            if way is Way.KERNEL:
-                self._launch(program, table, GRID[self.direction], self.copy, (from_, to))
-                continue
-            slot = self.staging.slot()
-            if up:
-                program.wait(self.copy, slot.free)
-                program.copies([_shifted(long, from_, slot.address)], self.copy, batched=self.driver.batches)
-                self._hand_over(program, self.copy, self.spread)
-                self._launch(program, table, STAGED_GRID, self.spread, (slot.address, to))
-                program.record(slot.free, self.spread)
-            else:
-                program.wait(self.spread, slot.free)
-                self._launch(program, table, STAGED_GRID, self.spread, (from_, slot.address))
-                self._hand_over(program, self.spread, self.copy)
-                program.copies([_shifted(long, slot.address, to)], self.copy, batched=self.driver.batches)
-                program.record(slot.free, self.copy)
+            parts = tables.parts[same] = self._parts(tables, batches[0], way)
+        staged = way is Way.STAGED
+        slots = [self.staging.slot() for _ in range(len(batches) * len(parts))] if staged else []
+        ends = np.repeat(np.array([batch.shift for batch in batches], np.int64), len(parts), axis=0)
+        long = ends.copy()
+        if staged:
+            places = np.array([slot.address for slot in slots], np.int64)
+            ends[:, 0 if up else 1] = long[:, 1 if up else 0] = places
+        parameters = program.parameters(kernel.values([part.table for part in parts] * len(batches), ends))
+        shift, columns = program.hold(long), [program.columns(part.long) for part in parts] if staged else []
+        grid, batched = STAGED_GRID if staged else GRID[self.direction], self.driver.batches
+
+        def launch(nth: int) -> None:
+            stream = self.spread if staged else self.copy
+            program.launch(kernel.function, grid, kernel.threads, kernel.shared, stream, parameters[nth])
+
+        def rows(batch: int) -> None:
+            for part, nth in enumerate(range(batch * len(parts), (batch + 1) * len(parts))):
+                if not staged:
+                    launch(nth)
+                elif up:
+                    program.wait(self.copy, slots[nth].free)
+                    program.copies_of(columns[part], shift + 16 * nth, self.copy, batched=batched)
+                    self._hand_over(program, self.copy, self.spread)
+                    launch(nth)
+                    program.record(slots[nth].free, self.spread)
+                else:
+                    program.wait(self.spread, slots[nth].free)
+                    launch(nth)
+                    self._hand_over(program, self.spread, self.copy)
+                    program.copies_of(columns[part], shift + 16 * nth, self.copy, batched=batched)
+                    program.record(slots[nth].free, self.copy)
+
+        return [partial(rows, batch) for batch in range(len(batches))]
 
     def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
         """Tables of what pieces are, apart from their shift; of staged ones in parts that fit a slot."""
         rows = rows_of([_shifted(pieces, 0, 0)])
         if way is Way.KERNEL:
-            return [Part(pieces, tables.add(rows.source, rows.target, rows.length))]
+            return [Part(Pieces.join([]), tables.add(rows.source, rows.target, rows.length))]
         up, parts, first = self.direction is Direction.UP, list[Part](), 0
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
         rows = rows.take(order)
@@ -263,11 +281,6 @@ class Lane:
     def _last(self, way: Way) -> int:
         """The stream behind which a way's batches are complete, and that counts them."""
         return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
-
-    def _launch(self, program: Program, table: Table, grid: int, stream: int, shifts: tuple[int, int]) -> None:
-        assert self.kernel is not None
-        values = self.kernel.values(table, *shifts)
-        program.launch(self.kernel.function, grid, self.kernel.threads, self.kernel.shared, stream, values)
 
     def _hand_over(self, program: Program, from_: int, to: int) -> None:
         """What `to` gets next goes behind all that `from_` has now."""

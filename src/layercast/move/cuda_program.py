@@ -52,31 +52,28 @@ class Program:
         more behind the next, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
-        pieces, hold = batches[0], self._hold
-        shifts = np.array([batch.shift for batch in batches], np.int64)
-        self.longest = max(self.longest, len(pieces))
-        self._add(
-            Op.COPIES,
-            hold(pieces.sources),
-            hold(pieces.targets),
-            hold(pieces.length),
-            hold(pieces.count),
-            hold(pieces.source_stride),
-            hold(pieces.target_stride),
-            len(pieces),
-            stream,
-            batched,
-            hold(shifts),
-            len(batches),
-            word,
-            number,
-        )
+        shifts = self.hold(np.array([batch.shift for batch in batches], np.int64))
+        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), word, number)
 
-    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, values: Ints) -> None:
-        """A kernel whose parameters are 64-bit values, or 32-bit ones in their low half."""
-        address = self._hold(values)
-        pointers = self._hold(address + 8 * np.arange(len(values), dtype=np.int64))
-        self._add(Op.LAUNCH, function, grid, threads, shared, stream, pointers)
+    def columns(self, pieces: Pieces) -> tuple[int, ...]:
+        """Where the arrays of pieces lie, and how many pieces there are."""
+        hold, self.longest = self.hold, max(self.longest, len(pieces))
+        sides, sizes = (pieces.sources, pieces.targets), (pieces.length, pieces.count)
+        return *map(hold, (*sides, *sizes, pieces.source_stride, pieces.target_stride)), len(pieces)
+
+    def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
+        """One batch of what `columns` has said, shifted by the two numbers at the address `shift`."""
+        self._add(Op.COPIES, *columns, stream, batched, shift, 1, 0, 0)
+
+    def parameters(self, values: Ints) -> list[int]:
+        """Where kernels' parameters lie: for each row of `values`, 64-bit values or 32-bit ones in their low half."""
+        count, width = values.shape
+        pointers = self.hold(self.hold(values) + 8 * np.arange(count * width, dtype=np.int64))
+        return [pointers + 8 * width * row for row in range(count)]
+
+    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: int) -> None:
+        """A kernel, with its parameters as `parameters` has placed them."""
+        self._add(Op.LAUNCH, function, grid, threads, shared, stream, parameters)
 
     def hold_until(self, stream: int, address: int, value: int = 1) -> None:
         """The stream goes on once the 32-bit word is `value` or more."""
@@ -94,7 +91,7 @@ class Program:
         """The stream sets a 32-bit word."""
         self._add(Op.WRITE, stream, address, value)
 
-    def _hold(self, array: Ints) -> int:
+    def hold(self, array: Ints) -> int:
         """Keep an array as long as the program; its address."""
         if id(array) not in self.held:
             plain = np.ascontiguousarray(array, np.int64)

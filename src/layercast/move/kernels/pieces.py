@@ -5,6 +5,7 @@ purpose: they run beside a model, and a link is full long before a GPU is. Does 
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +31,26 @@ class PieceKernel:
     shared: int
     owner: Any
 
-    def values(self, table: "Table", source_shift: int, target_shift: int) -> Ints:
-        """Its parameters. shifts: bytes added to all addresses of the table.
+    def values(self, tables: "Sequence[Table]", shifts: Ints) -> Ints:
+        """Its parameters in each launch, int64 [launches, 9]. shifts: bytes added to sources and to targets.
 
         The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
-        assert (table.address | source_shift | target_shift) % WORD_BYTES == 0
-        assert table.columns % 2 == 0
-        first, column = table.address, 8 * table.columns
-        # Triton appends pointers to scratch memory, which this kernel has none of.
-        shifts = (source_shift, target_shift, 0, 0)
-        return np.array([first, first + column, first + 2 * column, table.pieces, table.chunks, *shifts], np.int64)
+        assert_aligned(shifts.ravel())
+        assert not any(table.address % WORD_BYTES or table.columns % 2 for table in tables)
+        made = np.zeros((len(tables), 9), np.int64)  # Triton appends two pointers to memory that this kernel needs not
+        made[:, :5] = [
+            (
+                table.address,
+                table.address + 8 * table.columns,
+                table.address + 16 * table.columns,
+                table.pieces,
+                table.chunks,
+            )
+            for table in tables
+        ]
+        made[:, 5:7] = shifts
+        return made
 
 
 @dataclass(frozen=True, slots=True)
