@@ -3,7 +3,7 @@
     python bench/bench_vllm_gpu.py --json bench/results/vllm_h100.json --model FOLDER [--phases hits ...]
 
 Llama-3.1-8B shape, seeded random weights (not dummy ones), bf16, full graphs and async scheduling as vLLM chooses them.
-Each case is an engine in a process of its own (vllm_engine.py). Two are up at a time and one works: so engines can be
+Each case is an engine in a process of its own (vllm_engine.py). Some are up at a time and one works: so engines can be
 compared in turn, and start together. The JSON is written after every phase of every case.
 
 same    tokens and KV bytes of hits from the pool against hits from GPU memory; a load that fails inside a forward
@@ -174,6 +174,14 @@ def alone(engine, args, results):
         prefix, new = map(int, shape.split("+"))
         settle = 0.3 if prefix < 20000 else 0.8
         results.put("hits", f"{name} {shape}", engine("hits", prefix=prefix, new=new, reps=args.reps, settle=settle))
+    for name_of_way in args.ways if ours and not results.over else ():
+        results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
+        for shape in args.shapes:
+            prefix, new = map(int, shape.split("+"))
+            key, order = f"{name} {name_of_way} {shape}", {"prefix": prefix, "new": new, "reps": args.reps}
+            results.put("ways", key, engine("hits", settle=0.3 if prefix < 20000 else 0.8, **order))
+    if args.ways and ours:
+        engine("way", way="measured")
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
     if "mixed" in phases and name != "recompute" and not results.over:
@@ -198,7 +206,7 @@ def together(engines, args, results):
 
 
 def measured(engines, args, results):
-    """Everything that is asked of a pair of engines. An engine that dies ends its own phases alone."""
+    """Everything that is asked of engines that are up together. One that dies ends its own phases alone."""
     for engine in engines:
         engine.begin()
     alive = []
@@ -215,8 +223,9 @@ def measured(engines, args, results):
             alone(engine, args, results)
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
-    if [engine.name for engine in alive if not engine.dead] == ["recompute", "layercast"]:
-        together(alive, args, results)
+    pair = [engine for engine in alive if engine.name in ("recompute", "layercast") and not engine.dead]
+    if len(pair) == 2:
+        together(pair, args, results)
     for engine in engines:
         engine.end()
 
@@ -233,6 +242,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
+    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, hasty: hits by these ways of moving too")
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")

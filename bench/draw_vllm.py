@@ -1,6 +1,6 @@
 """Draws what bench_vllm_gpu.py has measured: TTFT of hits beside the floor and the rivals.
 
-    python bench/draw_vllm.py bench/results/vllm_h200.json docs/vllm.png
+python bench/draw_vllm.py bench/results/vllm_h200.json docs/vllm.png
 """
 
 import json

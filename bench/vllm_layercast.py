@@ -6,8 +6,11 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from layercast.errors import Missing
 from layercast.landing import Landing
+from layercast.move import cuda
+from layercast.move.cuda_ways import Way, only
 
 TIMED = 2000
+BEGIN_S = cuda.BEGIN_S
 
 
 class Ours:
@@ -69,6 +72,14 @@ class Ours:
         for side, name in undo:
             delattr(side, name)
         return {**facts, "idle_us": self._idle(), "outcomes": self.outcomes()}
+
+    def way(self, way):
+        """From now on move by this way: "engine", "staged", or as "measured". "hasty": nobody waits for its program."""
+        mover = self.worker_side._worker.mover
+        self.costs = getattr(self, "costs", None) or {arm: lane.lane.costs for arm, lane in mover._arms.items()}
+        cuda.BEGIN_S = 0.0 if way == "hasty" else BEGIN_S
+        mover.prefer(only(Way(way)) if way in ("engine", "staged") else self.costs)
+        return {direction: str(costs) for direction, costs in self.costs.items()}
 
     def _idle(self):
         """A step with nothing to do, on both sides."""

@@ -41,14 +41,20 @@ def test_the_link_is_the_bytes_of_all_loads_over_their_time(rates):
     assert rates.estimate.link_bytes_per_s == 5000
 
 
-def test_a_token_costs_what_it_does_in_large_forwards_and_no_forward_less_than_the_least(rates):
+def test_a_token_costs_what_it_adds_in_large_forwards_to_the_least_of_the_small_ones(rates):
     rates.loaded(1, 1.0)
     for seconds in (0.1, 0.3, 0.2):
         rates.computed(100, seconds)
     rates.computed(1, 0.05)
-    assert rates.estimate.token_s == pytest.approx(0.002)
-    assert rates.estimate.compute_s(10) == 0.05
-    assert rates.estimate.compute_s(1000) == pytest.approx(2.0)
+    assert rates.estimate.token_s == pytest.approx(0.0015)
+    assert rates.estimate.compute_s(10) == pytest.approx(0.065)
+    assert rates.estimate.compute_s(1000) == pytest.approx(1.55)
+
+
+def test_where_no_small_forward_was_seen_a_large_one_is_all_tokens(rates):
+    rates.loaded(1, 1.0)
+    rates.computed(100, 0.2)
+    assert rates.estimate.compute_s(50) == pytest.approx(0.1)
 
 
 def test_only_the_last_ones_count(rates):

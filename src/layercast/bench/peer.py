@@ -139,13 +139,16 @@ def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
     from layercast.move.kernels.pieces_triton import copy_pieces
 
     layers = [rows_of([pieces]) for pieces in lists]
-    tables = [torch.from_numpy(table_of(rows, 1)[0]).to(device.copying.device) for rows in layers]
+    tables = [
+        torch.from_numpy(table_of(rows.source, rows.target, rows.length)[0]).to(device.copying.device)
+        for rows in layers
+    ]
     chunks = -(-max(int(rows.length.max()) for rows in layers) // (8 * BLOCK))
 
     def start() -> Callable[[], None]:
         with torch.cuda.stream(device.copying):
             for table, rows in zip(tables, layers, strict=True):
-                copy_pieces[(programs,)](*table, len(rows), chunks, BLOCK=BLOCK, num_warps=WARPS)
+                copy_pieces[(programs,)](*table, len(rows), chunks, 0, 0, BLOCK=BLOCK, num_warps=WARPS)
         return device.copying.synchronize  # type: ignore[no-any-return]
 
     return start

@@ -28,8 +28,8 @@ class Rates:
         self._clock = clock
         self._loads: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._last_load_s = 0.0
-        self._token_s: deque[float] = deque(maxlen=KEPT)
-        self._forward_s: deque[float] = deque(maxlen=KEPT)
+        self._large: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._small_s: deque[float] = deque(maxlen=KEPT)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """A load has landed that took so long from its first byte to its last."""
@@ -42,18 +42,20 @@ class Rates:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward over so many new tokens, without loads inside it, took so long."""
-        if tokens and seconds > 0:
-            self._forward_s.append(seconds)
-            if tokens >= LARGE:
-                self._token_s.append(seconds / tokens)
+        if tokens >= LARGE and seconds > 0:
+            self._large.append((tokens, seconds))
+        elif tokens and seconds > 0:
+            self._small_s.append(seconds)
 
     @property
     def estimate(self) -> Estimate | None:
-        """The link as a whole over the loads; the median cost of a token; the least forward. None: not known yet."""
-        if not self._loads or not self._token_s or self._clock() - self._last_load_s > FORGET_S:
+        """The link as a whole over the loads; the least of the small forwards; the median cost of a token in the large
+        ones, beyond that. None: not known yet."""
+        if not self._loads or not self._large or self._clock() - self._last_load_s > FORGET_S:
             return None
         link = sum(nbytes for nbytes, _ in self._loads) / sum(seconds for _, seconds in self._loads)
-        return Estimate(link, median(self._token_s), min(self._forward_s))
+        least_s = min(self._small_s, default=0.0)
+        return Estimate(link, median(max(0.0, seconds - least_s) / tokens for tokens, seconds in self._large), least_s)
 
 
 class Chooser:

@@ -79,7 +79,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What things cost: the link's bytes a second, seconds a token in a large forward, seconds of the least forward."""
+    """What things cost: the link's bytes a second, seconds that a token adds to a forward, those of one with hardly any."""
 
     link_bytes_per_s: float
     token_s: float
@@ -91,7 +91,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     def compute_s(self, tokens: int) -> float:
         """Seconds of a forward over so many new tokens."""
-        return max(self.forward_s, tokens * self.token_s)
+        return self.forward_s + tokens * self.token_s
 
 
 def decide(hit: Hit, rules: Rules, company: Company = ALONE, estimate: Estimate | None = None) -> Decision:

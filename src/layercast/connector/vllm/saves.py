@@ -15,7 +15,7 @@ from layercast.control.scheduler import SchedulerSide
 from layercast.flow.orders import SaveOrder
 from layercast.spec.groups import GroupKind
 
-LUMP = 8
+LUMP = 16
 """Generated blocks that are saved together where none can leave a window before its turn; what is left, at the end."""
 
 
