@@ -19,9 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "move")]
-from host_device import KERNEL, HostDevice
-
 from layercast.config import Config
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder, StepOrders
@@ -33,6 +30,9 @@ from layercast.move.cuda_ways import Way, only
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "move")]
+from host_device import KERNEL, HostDevice  # noqa: E402
 
 LAYERS, BLOCKS, WORDS = 32, 8192, 16
 

@@ -41,7 +41,9 @@ def test_vllm_serve_answers_an_openai_client_alike_with_and_without_loads_and_en
     assert {label for name, label in counted if name == "transfers"} == {"saved", "load landed"}
     told = receipts_in(server.lines, "cmpl-")
     assert len(told) == 3 * len(asked)
-    assert sum(receipt.loaded_tokens for receipt in told) == counted["hit_tokens", "host"], "those of the last answer too"
+    assert sum(receipt.loaded_tokens for receipt in told) == counted["hit_tokens", "host"], (
+        "those of the last answer too"
+    )
     assert sum(receipt.loaded_tokens for receipt in told) * 30 * 2 * 3 * 64 * 4 == counted["bytes", "load"]
     assert all(receipt.verified for receipt in told if receipt.loaded_tokens)
     assert (status, left) == (0, [])
