@@ -79,7 +79,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What things cost: the link's bytes a second, seconds that a token adds to a forward, those of one with hardly any."""
+    """What things cost: the link's bytes a second, seconds that a token adds to a forward, those of a small one."""
 
     link_bytes_per_s: float
     token_s: float
