@@ -54,7 +54,7 @@ def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_backgrou
     decision = choose(rest=64, running=32)
     assert decision.mode is Mode.BACKGROUND_LAYERWISE
     assert decision.parked
-    assert decision.hidden_bytes == int(COSTS.link_bytes_per_s * 256 * COSTS.token_s)
+    assert decision.hidden_bytes == int(COSTS.link_bytes_per_s * COSTS.compute_s(64))
     assert "32 others" in decision.reason
 
 

@@ -15,5 +15,5 @@ def test_loads_stay_inside_the_forward(facts):
 
 def test_blocks_are_saved_once_their_tokens_are_known_and_all_of_them_are(facts):
     assert facts["tokens_known"]
-    assert facts["orders"] >= 4
+    assert facts["orders"] >= 3, "the prompt, a lump of generated blocks, and the rest"
     assert facts["saved_to"] == facts["computed"] // facts["block"] * facts["block"]
