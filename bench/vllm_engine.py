@@ -89,9 +89,10 @@ class Engine:
     def tokens(self, count):
         return torch.randint(5, self.vocabulary, (count,), generator=self.draw).tolist()
 
-    def answer(self, ids, tokens=1):
-        """(seconds, reply) of one request alone."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def answer(self, ids, tokens=1, wishes=None):
+        """(seconds, reply) of one request alone. wishes: what it asks of layercast's pool."""
+        extra = {"extra_args": {"kv_transfer_params": {"layercast": wishes}}} if wishes else {}
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
         start = time.perf_counter()
         (reply,) = self.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
         return time.perf_counter() - start, reply

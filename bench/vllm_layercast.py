@@ -109,11 +109,14 @@ class Ours:
         return {"scheduler": self.scheduler_side._stats.data, "worker": self.worker_side._stats.data}
 
     def fault(self, prefix, new, tokens):
-        """A load that fails inside a forward: what comes of it, beside what should."""
+        """A load that fails inside a forward: what comes of it, beside the same prompt computed without the pool."""
         base, tail = self.tokens(prefix), self.tokens(new)
         self.answer(base)
         self.settle(0.5)
-        right = self.answer([*base, *tail], tokens)[1]
+        rights = []
+        for _ in range(2):
+            self.forget()
+            rights.append(self.answer([*base, *tail], tokens, {"load": False, "save": False})[1].outputs[0].token_ids)
         self.settle(0.5)
         self.forget()
         issuer = self.worker_side._worker.issuer
@@ -138,7 +141,8 @@ class Ours:
         seconds, got = self.answer([*base, *tail], tokens)
         issuer._mover = mover
         return {
-            "equal": right.outputs[0].token_ids == got.outputs[0].token_ids,
+            "equal": rights[1] == got.outputs[0].token_ids,
+            "reproducible": rights[0] == rights[1],
             "finish": got.outputs[0].finish_reason,
             "ms": round(1e3 * seconds, 2),
             "outcomes": self.outcomes(),
