@@ -34,11 +34,12 @@ def test_nothing_is_known_before_a_load_and_a_large_forward_have_been_seen(rates
     assert empty.estimate is None
 
 
-def test_the_link_is_the_bytes_of_all_loads_over_their_time(rates):
+def test_loads_that_queue_behind_one_another_do_not_make_the_link_look_slow(rates):
+    """Four that are asked for at once: the last one took four times as long as the link needed for it."""
     rates.computed(100, 1.0)
-    rates.loaded(1000, 1.0)
-    rates.loaded(9000, 1.0)
-    assert rates.estimate.link_bytes_per_s == 5000
+    for behind in range(1, 5):
+        rates.loaded(9000, 1.0 * behind)
+    assert rates.estimate.link_bytes_per_s == 9000
 
 
 def test_a_token_costs_what_it_adds_in_large_forwards_to_the_least_of_the_small_ones(rates):

@@ -49,11 +49,11 @@ class Rates:
 
     @property
     def estimate(self) -> Estimate | None:
-        """The link as a whole over the loads; the least of the small forwards; the median cost of a token in the large
-        ones, beyond that. None: not known yet."""
+        """The link at its best in the last loads, as one that queued behind others tells less; the least of the small
+        forwards; the median cost of a token in the large ones, beyond that. None: not known yet."""
         if not self._loads or not self._large or self._clock() - self._last_load_s > FORGET_S:
             return None
-        link = sum(nbytes for nbytes, _ in self._loads) / sum(seconds for _, seconds in self._loads)
+        link = max(nbytes / seconds for nbytes, seconds in self._loads)
         least_s = min(self._small_s, default=0.0)
         return Estimate(link, median(max(0.0, seconds - least_s) / tokens for tokens, seconds in self._large), least_s)
 
