@@ -1,6 +1,6 @@
 """Hits, first sights and decoding of vLLM on one GPU with layercast's connector, beside vLLM without one and rivals.
 
-    python bench/bench_vllm_gpu.py --json bench/results/vllm_h100.json --model FOLDER [--phases hits ...]
+    python bench/bench_vllm_gpu.py --json bench/results/vllm_h200.json --model FOLDER [--phases hits ...]
 
 Llama-3.1-8B shape, seeded random weights (not dummy ones), bf16, full graphs and async scheduling as vLLM chooses them.
 Each case is an engine in a process of its own (vllm_engine.py). Some are up at a time and one works: so engines can be
