@@ -3,7 +3,7 @@
 Batches are issued by whoever makes room: the caller that adds one, then the mover's own thread as flights end. So the
 forward's thread issues at most `depth` batches, and no thread exists for issuing alone. Loads go before saves.
 A mover of whole steps (a device's) is handed all that a forward waits for in one call, and all that one has saved:
-there `depth` bounds what goes in the background, behind which a newcomer has to wait.
+there `depth`, or AHEAD_BYTES, bounds what goes in the background, behind which a newcomer has to wait.
 Does not know what a batch is for, gates or keys.
 """
 
@@ -25,6 +25,9 @@ from layercast.plan.pieces import DigestRanges, Pieces
 
 _log = logging.getLogger("layercast")
 
+AHEAD_BYTES = 128 << 20
+"""What a device is handed in the background, if layers are smaller than that: two or three milliseconds of a link, in
+two halves that end one after the other, so that it never idles while a thread waits for the interpreter."""
 LAST = 1 << 20
 """Added to the layer of what no forward waits for: it goes after everything that one does."""
 
@@ -83,7 +86,7 @@ class Issuer:
         self._loads: DeadlineQueue[Batch] = DeadlineQueue()
         self._saves: deque[Batch] = deque()
         self._in_flight = 0
-        self._behind: set[object] = set()
+        self._behind: dict[object, int] = {}
         """Those in flight that no forward waits for, and what is being prepared."""
         self._pumping = False
         self.peak_in_flight = 0
@@ -111,13 +114,13 @@ class Issuer:
     def aside(self, call: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
         """Let the mover's thread prepare and add batches; `lost(error)` if it can't. What it adds is waited for."""
         with self._lock:
-            self._behind.add(call)
+            self._behind[call] = 0
 
         def ended(error: BaseException | None) -> None:
             if error is not None:
                 lost(error)
             with self._lock:
-                self._behind.discard(call)
+                self._behind.pop(call, None)
                 self._lock.notify_all()
 
         self._mover.aside(call, ended)
@@ -166,19 +169,21 @@ class Issuer:
 
     def _room_for(self, pop: Callable[[], Batch | None], queued: DeadlineQueue[Batch] | deque[Batch]) -> list[Batch]:
         """The batches of a queue that may go now."""
-        whole, batches = self._mover.whole_steps, list[Batch]()
+        whole, batches, taken = self._mover.whole_steps, list[Batch](), 0
         room = self._depth - (len(self._behind) if whole else self._in_flight)
+        spare = AHEAD_BYTES - sum(self._behind.values()) if whole else 0
         while queued:
             behind = isinstance(queued, DeadlineQueue) and queued.first_layer >= LAST
             bounded = behind or not whole
-            if bounded and room <= 0:
+            if bounded and (max(room, spare) <= 0 or taken >= AHEAD_BYTES // 2):
                 break
             batch = pop()
             assert batch is not None
             batches.append(batch)
             room -= bounded
             if behind:
-                self._behind.add(batch)
+                self._behind[batch] = batch.size[0]
+                spare, taken = spare - batch.size[0], taken + batch.size[0]
         return batches
 
     def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight]) -> None:
@@ -224,7 +229,8 @@ class Issuer:
                     self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
             self._in_flight -= len(part)
-            self._behind.difference_update(batch for batch, _, _ in part)
+            for batch, _, _ in part:
+                self._behind.pop(batch, None)
             self._lock.notify_all()
         self._pump()
 
