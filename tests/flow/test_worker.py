@@ -227,6 +227,21 @@ def test_layers_that_no_hook_announced_are_swept_in_one_go():
         assert {(o.saved, o.layers, o.swept_layers) for o in outcomes} == {(True, LAYERS, LAYERS - 1)}
 
 
+@pytest.mark.parametrize("announced", [(0,), (1, 2), (0, 2, 3), (0, 1, 2, 3), (4,)])
+@pytest.mark.parametrize("window", [2, 3, LAYERS])
+def test_a_window_of_which_hooks_announced_only_a_part_is_swept_whole(announced, window):
+    with worker_of(layerwise_window=window) as (worker, engine, _):
+        for layer, array in engine.arrays.items():
+            array[:] = layer + 1
+        step = worker.begin(StepOrders(0, saves=(save("a", [0], [4]),)))
+        for layer in announced:
+            step.written(layer)
+        (outcome,) = [*step.end().saves, *settle(worker).saves]
+        assert (outcome.saved, outcome.layers, outcome.swept_layers) == (True, LAYERS, LAYERS - len(announced))
+        assert [set(worker.ways.slab.read(0, 0, layer)) for layer in range(LAYERS)] == [{n + 1} for n in range(LAYERS)]
+        assert worker.idle
+
+
 def test_an_abort_leaves_the_other_saves_of_its_step_alone():
     with worker_of() as (worker, _, mover):
         mover.valve.clear()

@@ -232,6 +232,8 @@ class SaveRun:
     _swept: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _written: set[int] = field(default_factory=set)
+    _ready: set[int] = field(default_factory=set)
+    """Layers of the windows that were ready to copy."""
     _left: set[Batch] = field(default_factory=set)
     _covered: set[int] = field(default_factory=set)
     _copies: int = 0
@@ -246,14 +248,17 @@ class SaveRun:
         if layer in self._written or layer not in self.layers:
             return False
         self._written.add(layer)
-        return len(window) == 1 or self.layers.intersection(window) <= self._written
+        whole = self.layers.intersection(window)
+        if not whole <= self._written:
+            return False
+        self._ready |= whole
+        return True
 
     def sweep(self) -> tuple[int, ...]:
-        """Layers that no hook has announced, ascending; they count as written from now on."""
-        missing = tuple(sorted(self.layers - self._written))
-        self._written.update(missing)
-        self._swept.update(missing)
-        return missing
+        """Layers of windows that no hook has completed, ascending; they count as written from now on."""
+        self._swept |= self.layers - self._written
+        self._written |= self._swept
+        return tuple(sorted(self.layers - self._ready))
 
     def queue(self, batches: Sequence[Batch]) -> bool:
         """Take note of batches that must end before their layers are covered; False: it is over, don't submit them."""
