@@ -151,6 +151,16 @@ def test_a_save_never_evicts_its_own_prefix():
     assert pool.present(0, keys(1, 2, 8, 9)) == [True, True, False, False]
 
 
+def test_a_save_into_gaps_of_its_prefix_evicts_nothing_between_them():
+    pool, _ = directory(4)
+    store(pool, 1, 2, 3, 4)
+    pool.forget(0, keys(2, 4))
+    store(pool, 8, 9)
+    assert pool.reserve("a", [keys(1, 2, 3, 4)]).indices == ((1, 3),)
+    assert pool.present(0, keys(1, 3, 8, 9)) == [True, True, False, False]
+    pool.check()
+
+
 def test_the_least_recently_used_block_goes_first_and_a_tail_before_its_head():
     pool, _ = directory(6)
     store(pool, 1, 2, 3)

@@ -89,7 +89,8 @@ class Shelf:
         before = keys[at] if at >= 0 else None
         if len(indices) > self.table.free_count:
             # once it is touched, what is spared goes last, and need not be looked for where that is all of it
-            whole = before is not None and self.touch(before) == at + 1 and behind == len(keys)
+            last = behind == len(keys) == at + 1 + len(indices)
+            whole = last and before is not None and self.touch(before) == at + 1
             self._evict(len(indices) - self.table.free_count, () if whole else keys)
         slots = self.table.allocate(len(indices), self._slot_behind(before))
         self.saving.update(zip([keys[index] for index in indices], slots, strict=True))
