@@ -42,7 +42,7 @@ class Followed:
     def __init__(self):
         self.over = []
 
-    def submitted(self, sent): ...
+    def submitted(self, sent, since_s): ...
 
     def ended(self, over):
         self.over += [batch.layers[0] for batch, _, _ in over]

@@ -188,7 +188,7 @@ class Careless:
 
     kind = SpanKind.PUSH
 
-    def submitted(self, sent): ...
+    def submitted(self, sent, since_s): ...
 
     def ended(self, over):
         raise ArithmeticError("a mistake in a callback")

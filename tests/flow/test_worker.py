@@ -101,6 +101,24 @@ def test_layer_0_of_four_requests_is_issued_before_any_layer_1():
         assert layers.count(0) == 4
 
 
+def test_a_load_takes_its_time_from_before_it_was_handed_over(monkeypatch):
+    """Whoever hands it over may be held up while it lands, and a link must not look the quicker for that."""
+    with worker_of() as (worker, _, mover):
+        at_once = mover.submit_all
+
+        def held_up(batches, **orders):
+            flights = at_once(batches, **orders)
+            flights[-1].wait(5)
+            time.sleep(0.02)
+            return flights
+
+        monkeypatch.setattr(mover, "submit_all", held_up)
+        report = forward(worker.begin(StepOrders(0, (load("a", [0], [0], window=0),))))
+        (outcome,) = [*report.loads, *settle(worker).loads]
+        assert outcome.end is LoadEnd.LANDED
+        assert outcome.transfer_s >= 0.02
+
+
 def test_no_more_than_depth_batches_are_ever_in_flight():
     for depth in (1, 2, 3):
         with worker_of(layerwise_prefetch_layers=depth) as (worker, _, mover):

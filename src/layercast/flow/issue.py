@@ -40,8 +40,8 @@ class Run(Protocol):
         """How its copies appear in a timeline."""
         ...
 
-    def submitted(self, sent: Sequence["Sent"]) -> None:
-        """These batches are with the mover; each has ended once its flight has."""
+    def submitted(self, sent: Sequence["Sent"], since_s: float) -> None:
+        """These batches are with the mover, since `time.monotonic()` was that; each has ended once its flight has."""
         ...
 
     def ended(self, over: Sequence["Sent"]) -> None:
@@ -153,11 +153,12 @@ class Issuer:
         while batches := self._next():
             pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
             flights: Sequence[Flight]
+            since_s = time.monotonic()  # whoever submits may be held up while a device copies already
             try:
                 flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
             except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
                 flights = [_failed_behind(landed(), error) for _ in batches]
-            self._follow(batches, flights)
+            self._follow(batches, flights, since_s)
 
     def _next(self) -> list[Batch]:
         with self._lock:
@@ -186,17 +187,16 @@ class Issuer:
                 spare, taken = spare - batch.size[0], taken + batch.size[0]
         return batches
 
-    def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight]) -> None:
+    def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight], since_s: float) -> None:
         """Tell runs of what is under way, and see to it that they hear of its end before any gate does.
 
         Flights of a mover of whole steps end together, or nearly, so there the last one speaks for all of them.
         """
         sent = [self._sent(batch, flight) for batch, flight in zip(batches, flights, strict=True)]
-        submitted_s = time.monotonic()
         for part in [sent] if self._mover.whole_steps else [[one] for one in sent]:
-            self._await(part, submitted_s)
+            self._await(part, since_s)
         for run, mine in _by_run(sent):
-            run.submitted(mine)
+            run.submitted(mine, since_s)
 
     def _await(self, part: Sequence[Sent], submitted_s: float) -> None:
         part[-1].flight.then(lambda _: self._ended(part, submitted_s))

@@ -150,7 +150,7 @@ class PushRun:
         """Whether nothing is queued or being sent, so that the source blocks may be used again."""
         return not self._sending
 
-    def submitted(self, sent: Sequence[Sent]) -> None:
+    def submitted(self, sent: Sequence[Sent], since_s: float) -> None:
         """Nothing waits for it here."""
 
     def ended(self, over: Sequence[Sent]) -> None:

@@ -40,10 +40,10 @@ class Clocking:
     last_s: float = 0.0
     exposed_s: float = 0.0
 
-    def start(self) -> None:
+    def start(self, at_s: float) -> None:
         """Note the first submission."""
         if self.first_s is None:
-            self.first_s = time.perf_counter()
+            self.first_s = at_s
 
     @property
     def transfer_s(self) -> float:
@@ -128,9 +128,9 @@ class LoadRun:
         left = [flight for batch, flight in self._left.items() if set(layers) & {*batch.layers}]
         return any(flight is None or not flight.promised(0) for flight in left)
 
-    def submitted(self, sent: Sequence[Sent]) -> None:
+    def submitted(self, sent: Sequence[Sent], since_s: float) -> None:
         """Batches are with the mover."""
-        self.clocking.start()
+        self.clocking.start(since_s)
         with self._changed:
             self._left.update((batch, flight) for batch, flight, _ in sent if batch in self._left)
         self.overseer.opened(sent)
@@ -151,7 +151,7 @@ class LoadRun:
                 if flight.error is None:
                     self._moved += batch.size[0]
                     self._pieces += batch.size[1]
-            self.clocking.last_s = time.perf_counter()
+            self.clocking.last_s = time.monotonic()
             self._bad += bad
             self._changed.notify_all()
 
@@ -267,7 +267,7 @@ class SaveRun:
                 self._left.update(batches)
             return self.error is None
 
-    def submitted(self, sent: Sequence[Sent]) -> None:
+    def submitted(self, sent: Sequence[Sent], since_s: float) -> None:
         """Nothing waits for a save."""
 
     def ended(self, over: Sequence[Sent]) -> None:

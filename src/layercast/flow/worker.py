@@ -156,7 +156,7 @@ class Worker:
         wait for the rest. A failed one may still be landing: its blocks are quiet only once its outcome has been
         reported.
         """
-        now = time.perf_counter()
+        now = time.monotonic()
         for run in self._background:
             first_s = run.clocking.first_s
             if first_s is not None and now - first_s > self.ways.config.lease_s:
@@ -223,7 +223,7 @@ def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
     for batch, flight in flights.items():
         sent = (Sent(batch, flight),)
         flight.then(lambda _, sent=sent: run.ended(sent))  # type: ignore[misc]
-        run.submitted(sent)
+        run.submitted(sent, time.monotonic())
 
 
 class LayerStep:
