@@ -217,6 +217,20 @@ def test_a_block_that_is_saved_anew_in_the_midst_of_a_prefix_ages_with_it(bad):
     pool.check()
 
 
+@pytest.mark.parametrize("reader", [(1, 2, 3), (1, 2, 4)])
+def test_what_prompts_share_ages_with_each_of_them_when_it_is_saved_anew_as_a_whole(reader):
+    pool, _ = directory(6)
+    store(pool, 1, 2, 3)
+    store(pool, 1, 2, 4)
+    pool.forget(0, keys(1, 2))
+    store(pool, 1, 2, 3)
+    store(pool, 7, 8)
+    pool.release(pool.lease("reader", [keys(*reader)]))
+    store(pool, 10, 11, 12)
+    assert pool.present(0, keys(*reader)) == [True] * 3
+    pool.check()
+
+
 def test_a_request_that_goes_on_keeps_its_prefix_in_a_full_pool():
     """Whoever has saved that, and whatever was saved in between."""
     pool, _ = directory(8)

@@ -211,10 +211,13 @@ class Shelf:
         run = None if before is None else self._ending(before)
         if run is None or run.ended:
             above, run = run, _Run(keys, run)
-            self._runs[run] = None
             after = None if behind is None else self._run_of.get(behind)
             if after is not None and after.before is above:  # what had been dropped from between these is back
                 after.before, run.ended = run, True
+            elif after is not None and after.before is not None and self._left_of(after.before) is above:
+                run = after.before  # a run that had been dropped is back, for all that continue it
+                run.keys, run.before = keys, above
+            self._runs[run] = None
         else:
             run.keys += keys
         self._run_of.update(dict.fromkeys(keys, run))
@@ -225,6 +228,12 @@ class Shelf:
             run.keys = [key for key in run.keys if key in self._run_of]
             if not run.keys:
                 del self._runs[run]
+
+    def _left_of(self, run: _Run | None) -> _Run | None:
+        """The run, or the next one before it of which something is there."""
+        while run is not None and run not in self._runs:
+            run = run.before
+        return run
 
     def _ending(self, key: bytes) -> _Run:
         """The run that ends with a key; what follows the key there becomes another one, which continues it."""
