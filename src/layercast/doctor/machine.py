@@ -203,7 +203,7 @@ def _torch(facts: Facts) -> Check:
             "torch",
             Level.WARNING,
             "PyTorch is not installed, so no engine can run.",
-            "pip install 'layercast[transformers]'",
+            "pip install '.[transformers]' in the clone",
         )
     if numbers(facts.torch) < OLDEST_TORCH:
         return Check(
@@ -226,7 +226,7 @@ def _transformers(facts: Facts) -> Check:
             "transformers",
             Level.WARNING,
             "transformers is not installed, so the embedded engine can't run.",
-            "pip install 'layercast[transformers]'",
+            "pip install '.[transformers]' in the clone",
         )
     if numbers(found) < OLDEST_TRANSFORMERS:
         return Check(

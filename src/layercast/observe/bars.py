@@ -34,7 +34,7 @@ def write_bars(panels: Sequence[Bars], path: Path, title: str, ours: Sequence[st
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Refused("a PNG needs matplotlib: pip install 'layercast[pictures]'") from error
+        raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
     heights = [len(panel.values) + 1.5 for panel in panels]
     figure = Figure(figsize=(10, 0.8 + 0.3 * sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)

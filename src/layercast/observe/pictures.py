@@ -89,7 +89,7 @@ def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise Refused("a PNG needs matplotlib: pip install 'layercast[pictures]'") from error
+        raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
     rows = (len(panels) + 1) // 2
     columns = min(2, len(panels))
     spacing = ConstrainedLayoutEngine(h_pad=0.10, w_pad=0.08, hspace=0.05)

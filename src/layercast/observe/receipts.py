@@ -28,6 +28,7 @@ class MissReason(StrEnum):
     STOPPED = "the pool has stopped, as the log says; restart the engine"
     NOT_CACHEABLE = "the prompt holds content that no key can name"
     DECLINED = "the request asked not to load"
+    UNREADABLE = 'what the request asks under "layercast" can not be read, so it is neither loaded nor saved'
     PRODUCER = "this engine saves and does not load (kv_role is kv_producer)"
     ABORTED = "the request ended before its load"
 

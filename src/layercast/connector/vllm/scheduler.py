@@ -128,7 +128,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is None:
             return 0, False
         known = self._track(request)
-        known.match = None
+        known.match, known.local = None, num_computed_tokens
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
@@ -144,7 +144,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         rising = self._side.rising(request.request_id, bool(match.coming))
         if (match.coming or rising) and self._may_wait(known, rising):
             return None, False
-        known.match, known.miss, known.local = match, match.miss, num_computed_tokens
+        known.match, known.miss = match, match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
@@ -375,11 +375,12 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)
         if known is None:
-            wishes, stated = wishes_of(request)
+            wishes, stated, problem = wishes_of(request)
             role = self._kv_transfer_config
             load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
-            known = Tracked(request, {}, load=load, save=save, told=stated)
+            known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem)
             known.miss = None if role.is_kv_consumer else MissReason.PRODUCER
+            known.miss = MissReason.UNREADABLE if problem else known.miss
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known

@@ -54,6 +54,8 @@ class Tracked:
     loaded: LoadOutcome | None = None
     """How its last load ended, on one rank."""
     miss: MissReason | None = None
+    problem: str = ""
+    """What is wrong with its wishes."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -66,7 +68,9 @@ class Tracked:
     @property
     def why(self) -> str:
         """Why nothing was loaded, as a sentence; empty where something was."""
-        return "" if self.miss is None or self.promised else str(self.miss)
+        if self.miss is None or self.promised:
+            return ""
+        return f"{self.miss}: {self.problem}" if self.problem else str(self.miss)
 
     @property
     def receipt(self) -> Receipt:
@@ -88,7 +92,7 @@ class Tracked:
             exposed_s=0.0 if load is None else load.exposed_s,
             verified=load is not None and load.verified,
             miss=None if self.promised else self.miss,
-            detail="" if load is None else load.reason,
+            detail=self.problem if load is None else load.reason,
         )
 
 
@@ -100,12 +104,12 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: str = ""
 
 
-def wishes_of(request: Request) -> tuple[Wishes, bool]:
-    """(its wishes, whether it has stated any). What can't be read counts as neither to save nor to load."""
+def wishes_of(request: Request) -> tuple[Wishes, bool, str]:
+    """(its wishes, whether it has stated any, why they can't be read: then it neither saves nor loads)."""
     stated = (request.kv_transfer_params or {}).get("layercast")
     if stated is None:
-        return Wishes(), False
+        return Wishes(), False, ""
     try:
-        return msgspec.convert(stated, Wishes), True
-    except msgspec.ValidationError:
-        return Wishes(save=False, load=False), True
+        return msgspec.convert(stated, Wishes), True, ""
+    except msgspec.ValidationError as error:
+        return Wishes(save=False, load=False), True, str(error)
