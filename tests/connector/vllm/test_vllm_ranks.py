@@ -14,8 +14,11 @@ def test_each_rank_loads_its_half_and_the_answer_is_the_same(facts):
     assert facts["ranks"] == 2
     assert facts["warm"]["tokens"] == facts["cold"]["tokens"]
     assert facts["warm"]["cached"] == 6 * facts["block"]
-    assert facts["warm"]["ends"] == ["landed"] * 2
-    assert len(set(facts["warm"]["bytes"])) == 1
+    ended = list(zip(facts["warm"]["ends"], facts["warm"]["bytes"], strict=True))
+    loads = [nbytes for end, nbytes in ended if end == "landed"]
+    assert len(loads) == 2
+    assert len(set(loads)) == 1
+    assert {end for end, _ in ended} <= {"landed", "saved"}, "what the first answer generated may be told of here"
 
 
 def test_a_block_is_there_once_both_ranks_have_saved_it(facts):
