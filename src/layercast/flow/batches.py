@@ -3,7 +3,7 @@
 Does not know queues, gates or threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,8 @@ class SlabMemory(Protocol):
 class Ways:
     """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
 
-    on_device: whether the engine's memory is a device's. stagger_s: how much later than other ranks' this one's loads
+    rows: for each group, the row of each layer in its digests. on_device: whether the engine's memory is a device's.
+    stagger_s: how much later than other ranks' this one's loads
     start.
     """
 
@@ -51,6 +52,7 @@ class Ways:
     layers: tuple[int, ...]
     saving: tuple[Route, ...]
     loading: tuple[Route, ...]
+    rows: tuple[Mapping[int, int], ...]
     on_device: bool
     stagger_s: float = 0.0
 
@@ -64,6 +66,7 @@ class Ways:
             engine.layers,
             tuple(route_between(ours, theirs) for ours, theirs in pairs),
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
+            tuple({layer: row for row, layer in enumerate(group.layers)} for group in slab.layout.groups),
             on_device,
             rank * config.h2d_stagger_us / 1e6,
         )
@@ -104,35 +107,23 @@ class Ways:
         """All batches of a load, window by window, each ordered behind `after`."""
         plans = self.load_plans(order.pairs)
         moved = {layer for _, plan in plans for layer in plan.layers}
-        windows = [[layer for layer in window if layer in moved] for window in windows_of(self.layers, order.window)]
+        every = windows_of(self.layers, order.window)
+        windows = [tuple(layer for layer in window if layer in moved) for window in every]
         shares = [self._shares(plan, windows) for _, plan in plans]
+        kept = [self.slab.digests[group][:, plan.pairs()[0]] if self.verify else None for group, plan in plans]
         batches: list[Batch] = []
         for nth, window in enumerate(windows):
-            for (group, plan), share in zip(plans, shares, strict=True):
+            for (group, plan), share, digests in zip(plans, shares, kept, strict=True):
                 mine, parts = share[nth]
-                if mine:
-                    batches += self._loads_of_group(run, tuple(window), (mine, parts), group, plan, after)
-        return batches
-
-    def _loads_of_group(
-        self,
-        run: LoadRun,
-        window: tuple[int, ...],
-        share: "Share",
-        group: int,
-        plan: CopyPlan,
-        after: tuple[Flight, ...],
-    ) -> list[Batch]:
-        """One window's copies of one group."""
-        mine, parts = share
-        ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine if self.verify]
-        batches = _in_a_row(run, run.id, window, parts, ranges, after)
-        if ranges:
-            slots = plan.pairs()[0]
-            stored = self.slab.digests[group]
-            run.expected[batches[-1]] = tuple(
-                Expected(group, slots, stored[self._place(group, layer), slots]) for layer in mine
-            )
+                if not mine:
+                    continue
+                if digests is None:
+                    batches += _in_a_row(run, run.id, window, parts, (), after)
+                    continue
+                ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine]
+                batches += _in_a_row(run, run.id, window, parts, ranges, after)
+                slots, rows = plan.pairs()[0], self.rows[group]
+                run.expected[batches[-1]] = tuple(Expected(group, slots, digests[rows[layer]]) for layer in mine)
         return batches
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
@@ -146,7 +137,7 @@ class Ways:
                 ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
                 batches += _in_a_row(save, save.id, mine, parts, ranges, (after,))
                 if ranges:
-                    places = tuple((group, self._place(group, layer), plan.pairs()[1]) for layer in mine)
+                    places = tuple((group, self.rows[group][layer], plan.pairs()[1]) for layer in mine)
                     save.places[batches[-1]] = places
         return batches
 
@@ -157,10 +148,6 @@ class Ways:
         parts = iter(batches_of_all(plan, [layers for layers in mine if layers], *limits))
         sized = Sizes()
         return [(layers, [(part, sized.of(part)) for part in next(parts)] if layers else []) for layers in mine]
-
-    def _place(self, group: int, layer: int) -> int:
-        """The layer's row in the group's digests."""
-        return self.slab.layout.groups[group].layers.index(layer)
 
 
 def _in_a_row(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -23,8 +23,7 @@ from layercast.plan.pieces import CopyPlan
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """What one layer of a load must hash to: digests of the slots, row by row of the digest's ranges."""
 
     group: int
