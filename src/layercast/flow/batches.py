@@ -43,8 +43,7 @@ class Ways:
     """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
 
     rows: for each group, the row of each layer in its digests. on_device: whether the engine's memory is a device's.
-    stagger_s: how much later than other ranks' this one's loads
-    start.
+    stagger_s: how much later than the first rank's this one's loads start.
     """
 
     slab: SlabMemory

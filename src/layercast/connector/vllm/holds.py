@@ -42,7 +42,8 @@ class Holds:
     def release(self, orders: Iterable[str]) -> None:
         """Let go of the blocks of orders that have ended."""
         for order in orders:
-            self._forget(order, self._watching.pop(order, set()))
+            self._forget(order, self._watching.get(order, ()))
+            self._watching.pop(order, None)
             blocks = self._held.pop(order, None)
             if blocks is not None:
                 self._pool.free_blocks(reversed(blocks))
