@@ -27,6 +27,11 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
         ("layerwise_max_transfer_blocks", -1),
         ("host_bytes", 0),
         ("host_bytes", "lots"),
+        ("host_bytes", "8G"),
+        ("host_bytes", "9" * 400 + "TiB"),
+        ("disk_bytes", "-1GiB"),
+        ("disk_bytes", "0.1B"),
+        ("lease_s", "1GiB"),
         ("layer_wait_ms", 0),
         ("push_timeout_s", 0.0),
         ("lease_s", -1.0),
@@ -48,6 +53,31 @@ def test_settings_are_frozen_and_at_most_thirty():
 def test_text_values_are_read_as_the_type_they_stand_for():
     read = from_mapping({"host_bytes": "1048576", "use_layerwise": "false", "lease_s": "2.5"})
     assert (read.host_bytes, read.use_layerwise, read.lease_s) == (1 << 20, False, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("8GiB", 8 << 30),
+        ("500 MB", 500_000_000),
+        ("1.5gib", 3 << 29),
+        ("2.3GB", 2_300_000_000),
+        ("64KiB", 64 << 10),
+        ("7B", 7),
+    ],
+)
+def test_a_size_may_be_written_with_its_unit_wherever_settings_come_from(tmp_path, text, count):
+    path = tmp_path / "layercast.toml"
+    path.write_text(f'disk_bytes = "{text}"\n')
+    assert from_toml(path).disk_bytes == count
+    assert from_environment({"LAYERCAST_DISK_BYTES": text}).disk_bytes == count
+    assert from_sources(None, {}, [f"disk_bytes={text}"]).disk_bytes == count
+    assert from_mapping({"layerwise_max_transfer_bytes": text}).layerwise_max_transfer_bytes == count
+
+
+def test_a_size_that_is_none_says_what_to_write():
+    with pytest.raises(BadSetting, match=r"command line: host_bytes = '8G': write bytes, or .* such as 8GiB"):
+        from_sources(None, {}, ["host_bytes=8G"])
 
 
 def test_the_environment_is_read_by_prefix_and_unknown_names_are_refused():

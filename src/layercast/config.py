@@ -4,6 +4,7 @@ Does not know what the settings do; rooms receive values, never this module's so
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ import msgspec
 from layercast.errors import BadSetting, UnknownSetting
 
 ENV_PREFIX = "LAYERCAST_"
-MAX_DEFAULT_HOST_BYTES = 16 << 30
+GIB = 1 << 30
+MAX_DEFAULT_HOST_BYTES = 16 * GIB
+SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT])(I?))?B", re.IGNORECASE)
+"""A size with its unit: KiB, MiB, GiB, TiB are powers of 1,024; kB, MB, GB, TB of 1,000."""
 
 
 def _default_host_bytes() -> int:
@@ -24,7 +28,10 @@ def _default_host_bytes() -> int:
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of one engine; every field is a key a user may set."""
+    """Settings of one engine; every field is a key a user may set.
+
+    Names end in their unit: _ms, _s, _us, _bytes. Wherever a user writes them, bytes may have a unit: "8GiB".
+    """
 
     use_layerwise: bool = True
     """False moves all layers as one window (bulk); the tokens are the same."""
@@ -108,10 +115,25 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     unknown = sorted(set(values) - set(KNOWN))
     if unknown:
         raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
+    plain = {key: _bytes(key, value, source) if key.endswith("_bytes") else value for key, value in values.items()}
     try:
-        return msgspec.convert(dict(values), Config, strict=False)
+        return msgspec.convert(plain, Config, strict=False)
     except msgspec.ValidationError as error:
         raise BadSetting(f"{source}: {error}") from error
+
+
+def _bytes(key: str, value: object, source: str) -> object:
+    """A size as a number, where it is written with a unit. Raises BadSetting for other words."""
+    if not isinstance(value, str) or value.strip().isdecimal():
+        return value
+    if (match := SIZE.fullmatch(value.strip())) is None:
+        raise BadSetting(f"{source}: {key} = {value!r}: write bytes, or a size with its unit, such as 8GiB or 500MB")
+    return round(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
 def from_toml(path: Path) -> Config:

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from layercast import __version__
-from layercast.doctor.checks import GIB, Check, Level
+from layercast.config import GIB
+from layercast.doctor.checks import Check, Level
 from layercast.doctor.gpu import Card, cards
 from layercast.doctor.machine import Facts, gather, judge, memory_free
 

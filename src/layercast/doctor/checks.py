@@ -4,8 +4,6 @@ from enum import StrEnum
 
 import msgspec
 
-GIB = 1 << 30
-
 
 class Level(StrEnum):
     """How much a finding matters. Only an ERROR makes the command fail."""
@@ -28,8 +26,3 @@ class Check(msgspec.Struct, frozen=True):
 def numbers(text: str) -> tuple[int, ...]:
     """Major and minor of a version such as 2.13.0+cpu."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from layercast.config import Config, cache_folder, from_sources
+from layercast.config import Config, cache_folder, from_sources, size
 from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
-from layercast.doctor.checks import Check, Level, numbers, size
+from layercast.doctor.checks import Check, Level, numbers
 from layercast.doctor.gpu import DRIVER, Card, cards, judge_cards
 from layercast.errors import LayercastError
 

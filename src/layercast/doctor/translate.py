@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from layercast.config import from_mapping
-from layercast.doctor.checks import GIB, Check, Level
+from layercast.config import GIB, from_mapping
+from layercast.doctor.checks import Check, Level
 from layercast.errors import BadSetting
 
 

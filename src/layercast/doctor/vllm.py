@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from layercast.config import Config
+from layercast.config import Config, size
 from layercast.connector.vllm import MODULE, NAME
-from layercast.doctor.checks import Check, Level, numbers, size
+from layercast.doctor.checks import Check, Level, numbers
 from layercast.doctor.machine import Facts
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
