@@ -23,10 +23,10 @@ from layercast.config import Config
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
+from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST, Calls, memory_copy
 from layercast.move.cuda_gates import CudaGate
-from layercast.move.cuda_ways import Way, only
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab

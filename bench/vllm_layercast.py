@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from layercast.errors import Missing
 from layercast.landing import Landing
 from layercast.move import cuda, cuda_lane
-from layercast.move.cuda_ways import Way, only
+from layercast.move.costs import Way, only
 
 TIMED = 2000
 BEGIN_S, GRID = cuda.BEGIN_S, cuda_lane.STAGED_GRID

@@ -8,6 +8,7 @@ from layercast.config import GIB
 from layercast.doctor.checks import Check, Level
 from layercast.doctor.gpu import Card, cards
 from layercast.doctor.machine import Facts, gather, judge, memory_free
+from layercast.move.costs import CostFile, Costs
 
 GOOD = Facts(
     python="3.11.7",
@@ -135,12 +136,18 @@ def test_a_card_is_known_by_the_drivers_files_and_its_costs_by_its_own_number(tm
         written(tmp_path / name, "")
     written(tmp_path / "sys/bus/pci/devices/0000:1b:00.0/max_link_speed", "32.0 GT/s PCIe\n")
     written(tmp_path / "sys/bus/pci/devices/0000:1b:00.0/max_link_width", "16\n")
-    kept = {"device": "001122", "layercast": __version__, "links": {"up": {"gbps": 53.6}, "peer 3": {"gbps": 390.2}}}
+    links = {"up": Costs(53.6, 1.0, 0.2, 16.0), "peer 3": Costs(390.2, 1.0, 0.2, 300.0)}
+    kept = msgspec.to_builtins(CostFile("001122", 13000, __version__, True, links))
     costs, bare = tmp_path / "cache" / "costs-001122.json", Card("an NVIDIA card")
     assert cards(tmp_path / "cache", tmp_path) == (bare, H200)
     written(costs, json.dumps(kept))
     assert cards(tmp_path / "cache", tmp_path) == (bare, Card(H200.name, H200.link, "up 54, peer 390"))
-    for text in ("{", json.dumps(kept | {"layercast": "0"}), json.dumps(kept | {"links": {"up": {}}})):
+    for text in (
+        "{",
+        json.dumps(kept | {"layercast": "0"}),
+        json.dumps(kept | {"links": {"up": {}}}),
+        json.dumps(kept | {"speed": 1}),
+    ):
         costs.write_text(text)
         assert cards(tmp_path / "cache", tmp_path) == (bare, H200)
 

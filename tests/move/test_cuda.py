@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from layercast.errors import DeviceFailed
+from layercast.move.costs import Way, only
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE
 from layercast.move.cuda_issue import compiled_issue, plain_issue
-from layercast.move.cuda_ways import Way, only
 from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 

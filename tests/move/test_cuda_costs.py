@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.move import cuda_costs
+from layercast.move.costs import DEFAULT_COSTS, CostFile, Costs, Direction
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_costs import CostFile, measure, prefer_measured, read, write
+from layercast.move.cuda_costs import measure, prefer_measured, read, write
 from layercast.move.cuda_issue import plain_issue
-from layercast.move.cuda_ways import DEFAULT_COSTS, Costs, Direction
 
 ABOUT = CostFile("gpu-0", 13000, "0.1.0", True, {})
 FIGURES = st.floats(0.001, 1e9)

@@ -4,11 +4,11 @@ import pytest
 from host_device import DeviceMemory, HostDevice
 
 from layercast.errors import BadTransition, DeadlineExceeded
+from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_gates import CudaGate, FlagGate
 from layercast.move.cuda_issue import plain_issue
-from layercast.move.cuda_ways import Direction
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 from layercast.testing.gate_laws import GateLaws

@@ -7,11 +7,11 @@ from host_device import KERNEL, DeviceMemory, HostDevice
 from msgspec.structs import replace
 
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
+from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_issue import compiled_issue, plain_issue
 from layercast.move.cuda_lane import GRID
-from layercast.move.cuda_ways import Direction, Way, only
 from layercast.move.flights import HostFlight
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 

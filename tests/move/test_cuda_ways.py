@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.move.cuda_ways import Costs, Direction, Way, rows_of, stretches, way_of
+from layercast.move.costs import Costs, Direction, Way
+from layercast.move.cuda_ways import rows_of, stretches, way_of
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)

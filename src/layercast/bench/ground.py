@@ -18,12 +18,12 @@ import torch
 
 from layercast.bench.results import SOON_S, Start
 from layercast.errors import Refused
+from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
-from layercast.move.cuda_ways import Way, only
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.plan.pieces import Pieces, Route, route_between
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of

@@ -10,8 +10,8 @@ import torch
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
 from layercast.bench.rivals import rivals
+from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_ways import Way
 from layercast.plan.pieces import Pieces
 
 PRODUCTS = 300

@@ -11,9 +11,9 @@ import torch
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.model import Forward, Hook, Weights
 from layercast.bench.results import SOON_S, Table, in_turn, median, spread, timed
+from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_gates import CudaGate
-from layercast.move.cuda_ways import Way
 
 LONG = 100_000
 """Cached tokens from which a round takes seconds, so that few must do."""

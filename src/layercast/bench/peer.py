@@ -10,8 +10,9 @@ import torch
 from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground
 from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
+from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_ways import Way, rows_of
+from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, delayed
 from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
 from layercast.plan.pieces import Pieces, route_between

@@ -5,12 +5,12 @@ Reads the driver's files, and those where costs are kept. Imports no torch, open
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from layercast import __version__
 from layercast.doctor.checks import Check, Level
+from layercast.move.costs import CostFile
 
 DRIVER = "proc/driver/nvidia"
 HIDES_ALL = ("", "-1", "NoDevFiles")
@@ -23,13 +23,6 @@ class Card(msgspec.Struct, frozen=True):
     name: str
     link: str = ""
     costs: str = ""
-
-
-class _Kept(msgspec.Struct, frozen=True):
-    """What matters here of a file of costs."""
-
-    layercast: str
-    links: dict[str, dict[str, Any]]
 
 
 def cards(cache: Path, root: Path = Path("/")) -> tuple[Card, ...]:
@@ -67,11 +60,11 @@ def _line(path: Path) -> str:
 def _costs(path: Path) -> str:
     """Speeds of the links in a file of costs; empty for a file that the next start would not use either."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        speeds = {name.split()[0]: float(costs["gbps"]) for name, costs in kept.links.items()}
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        kept = msgspec.json.decode(path.read_bytes(), type=CostFile)
+    except (OSError, msgspec.MsgspecError):
         return ""
-    return ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()) if kept.layercast == __version__ else ""
+    speeds = ", ".join(f"{name.split()[0]} {costs.gbps:.0f}" for name, costs in kept.links.items())
+    return speeds if kept.layercast == __version__ else ""
 
 
 def judge_cards(driver: bool, found: Sequence[Card], visible: str | None) -> Check:

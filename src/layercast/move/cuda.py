@@ -16,6 +16,7 @@ import numpy as np
 
 from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
+from layercast.move.costs import Costs, Direction, Way
 from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
@@ -23,7 +24,6 @@ from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane, arrays_of
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import Costs, Direction, Way
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line

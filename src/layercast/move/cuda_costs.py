@@ -6,7 +6,6 @@ measured again. Does not know how a way is chosen, nor what will be copied.
 
 import dataclasses
 import logging
-import math
 import os
 import statistics
 import time
@@ -22,8 +21,9 @@ from layercast import __version__
 from layercast.config import cache_folder
 from layercast.errors import LayercastError
 from layercast.move.base import Flight
+from layercast.move.costs import DEFAULT_COSTS, CostFile, Costs, Direction, Way, only
 from layercast.move.cuda_driver import Driver
-from layercast.move.cuda_ways import DEFAULT_COSTS, Costs, Direction, Ints, Way, only
+from layercast.move.cuda_ways import Ints
 from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
@@ -55,22 +55,6 @@ class Measurable(Protocol):
     def submit_all(self, batches: Sequence[Pieces]) -> Sequence[Flight]:
         """Copy, batch by batch; returns at once."""
         ...
-
-
-class CostFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is kept of one device. kernel: whether there was one. links: costs by "up", "down", "local", "peer UUID"."""
-
-    device: str
-    driver: int
-    layercast: str
-    kernel: bool
-    links: dict[str, Costs]
-
-    def __post_init__(self) -> None:
-        for costs in self.links.values():
-            figures = (costs.gbps, costs.piece_us, costs.row_us, costs.kernel_gbps)
-            if costs.forced is not None or not all(math.isfinite(figure) and figure > 0 for figure in figures):
-                raise ValueError("costs are four positive numbers")
 
 
 def prefer_measured(

@@ -15,10 +15,11 @@ import numpy as np
 
 from layercast.errors import OutOfMemory
 from layercast.move.base import Flight
+from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import DEFAULT_COSTS, WORD, Direction, Ints, Way, aligned, rows_of, stretches, way_of
+from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
 from layercast.plan.pieces import Pieces
 

@@ -3,71 +3,17 @@
 Does not know streams, kernels or addresses of tensors.
 """
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.costs import Costs, Direction, Way
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 WORD = 16
 """Bytes a kernel moves at a time: what it moves must start and end on a multiple."""
-
-
-class Way(StrEnum):
-    """How a batch moves."""
-
-    ENGINE = "engine"
-    """The copy engine alone, piece by piece, in few calls."""
-    STAGED = "staged"
-    """Long copies between host memory and a staging buffer; a small kernel between that and the blocks."""
-    KERNEL = "kernel"
-    """A kernel that reads one memory and writes the other."""
-
-
-class Direction(StrEnum):
-    """From where to where; copies of one direction keep their order."""
-
-    UP = "up"
-    """Host to device."""
-    DOWN = "down"
-    """Device to host."""
-    LOCAL = "local"
-    """Inside the device, or inside the host."""
-    PEER = "peer"
-    """From the device into the memory of another one that it reaches by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What one direction of one link costs, in a step of many batches.
-
-    gbps: 1e9 bytes a second of a long copy; piece_us: least microseconds of the copy engine for one piece; row_us: for
-    one that goes by a kernel; kernel_gbps: what a kernel reaches on the link beside compute.
-    forced: take this way wherever it can be taken, whatever it costs (to measure it).
-    """
-
-    gbps: float
-    piece_us: float
-    row_us: float
-    kernel_gbps: float
-    forced: Way | None = None
-
-
-DEFAULT_COSTS = {
-    Direction.UP: Costs(50.0, 1.0, 0.2, 16.0),
-    Direction.DOWN: Costs(50.0, 0.9, 0.2, 16.0),
-    Direction.LOCAL: Costs(1000.0, 4.0, 0.1, 800.0),
-    Direction.PEER: Costs(300.0, 1.2, 0.1, 300.0),
-}
-"""H100s on PCIe 5.0 x16 and NVLink, where nothing was measured (see cuda_costs)."""
-
-
-def only(way: Way) -> dict[Direction, Costs]:
-    """Costs by which `way_of` takes `way` wherever it can be taken."""
-    return {direction: replace(costs, forced=way) for direction, costs in DEFAULT_COSTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
