@@ -127,3 +127,13 @@ def test_why_prints_the_receipts_of_a_request_and_fails_without_any(tmp_path):
     assert "cmpl-1-0" in other.stderr
     log.write_text("INFO nothing of ours\n")
     assert "print(result.receipt.sentence)" in layercast("why", "cmpl-2", str(log)).stderr
+
+
+def test_a_folder_named_beside_other_settings_stands_in_the_flag(tmp_path):
+    theirs = tmp_path / "nixl.json"
+    theirs.write_text('{"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}')
+    arguments = ["doctor", "--from", str(theirs), "--set", f"disk_path={tmp_path}/kv", "--set", "disk_bytes=1KiB"]
+    ran = layercast(*arguments, HOME=str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f'"kv_connector_extra_config":{{"disk_path":"{tmp_path}/kv","disk_bytes":1024}}' in ran.stdout
+    assert layercast(*arguments[:3], HOME=str(tmp_path)).returncode == 1

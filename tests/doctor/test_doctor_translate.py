@@ -75,10 +75,77 @@ def test_lmcaches_settings_may_stand_in_the_extra_part_under_its_name():
 
 def test_nixls_roles_stay_and_need_a_folder():
     extra = {"kv_lease_duration": 45, "backends": ["UCX"], "kv_recompute_threshold": 128}
-    found = translate({"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra})
-    assert (found.role, found.settings) == ("kv_consumer", {"lease_s": 45.0, "kv_recompute_threshold": 128})
-    assert levels(found)["backends"] is Level.NOTE
-    assert levels(found)["kv_role"] is Level.WARNING
+    theirs = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+    found = translate(theirs)
+    assert (found.role, found.settings) == ("kv_consumer", {"kv_recompute_threshold": 128})
+    assert levels(found)["backends"] is levels(found)["kv_lease_duration"] is Level.NOTE
+    assert levels(found)["kv_role"] is levels(found)["kv_connector"] is Level.ERROR
+    told = translate(theirs, {"disk_path": "/kv"})
+    assert told.settings == {"kv_recompute_threshold": 128, "disk_path": "/kv"}
+    assert "kv_role" not in levels(told)
+    assert levels(told)["kv_connector"] is Level.WARNING
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
+def test_what_nixl_does_and_we_do_not_is_said_with_how_to_start_the_two_sides(name, role):
+    found = translate({"kv_connector": name, "kv_role": role, "kv_load_failure_policy": "recompute"})
+    check = found.checks[0]
+    assert (check.name, check.level) == ("kv_connector", Level.ERROR)
+    assert all(word in check.found for word in (name, "GPU of one instance", "none is named"))
+    words = ("disk_path", "kv_producer", "kv_consumer", "proxy", "remote_block_ids", "computed anew", "VLLM_NIXL_")
+    assert all(word in check.advice for word in words)
+
+
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+def test_vllms_own_offloading_gives_a_size_of_each_rank_and_says_that_its_own_is_of_all():
+    extra = {"cpu_bytes_to_use": 8 << 30, "block_size": 256, "offload_prompt_only": True, "eviction_policy": "arc"}
+    found = translate(OFFLOADING | {"kv_connector_extra_config": extra})
+    assert from_mapping(found.settings) == Config(host_bytes=8 << 30, save_decode_cache=False)
+    said = {check.name: (check.level, check.found) for check in found.checks}
+    assert said["cpu_bytes_to_use"][0] is Level.NOTE
+    assert "all ranks together" in said["cpu_bytes_to_use"][1]
+    assert "--block-size" in said["block_size"][1]
+    assert said["eviction_policy"][0] is Level.NOTE
+    simple = {"cpu_bytes_to_use_per_rank": 1 << 30, "disk_path": "/d", "disk_capacity_bytes": 2 << 30}
+    found = translate({"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": simple})
+    assert found.settings == {"host_bytes": 1 << 30, "disk_path": "/d", "disk_bytes": 2 << 30}
+
+
+SERVE = """model: some/model
+tensor-parallel-size: 2
+kv-transfer-config:
+  kv_connector: OffloadingConnector
+  kv_role: kv_both
+  kv_load_failure_policy: recompute
+  kv_connector_extra_config:
+    cpu_bytes_to_use: 1073741824
+"""
+INSIDE = OFFLOADING | {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(INSIDE),
+        json.dumps({"kv_transfer_config": INSIDE}),
+        json.dumps({"model": "m", "kv-transfer-config": json.dumps(INSIDE)}),
+        SERVE,
+        f"kv_transfer_config: '{json.dumps(INSIDE)}'",
+    ],
+)
+def test_a_transfer_config_is_found_inside_a_file_of_vllms_settings(tmp_path, text):
+    path = tmp_path / "serve"
+    path.write_text(text)
+    assert read(path) == INSIDE
+
+
+def test_a_setting_given_beside_theirs_wins_and_is_told():
+    found = translate(INSIDE, {"host_bytes": 5, "lease_s": 9.0})
+    assert found.settings == {"host_bytes": 5, "lease_s": 9.0}
+    assert ("host_bytes", Level.NOTE) in [(check.name, check.level) for check in found.checks]
 
 
 def test_several_connectors_become_one_and_a_producer_with_a_folder_needs_no_word():
@@ -97,8 +164,9 @@ def test_several_connectors_become_one_and_a_producer_with_a_folder_needs_no_wor
     [
         ({"use_layerwise": True, "mooncake_rpc_port": "0"}, {"use_layerwise": True}),
         ({"chunk_size": 256, "max_local_cpu_size": 1}, {"host_bytes": 1 << 30}),
-        ({"kv_lease_duration": 5, "engine_ttl": 9}, {"lease_s": 5.0}),
-        ({"kv_connector_extra_config": {"kv_lease_duration": 5}}, {"lease_s": 5.0}),
+        ({"kv_recompute_threshold": 5, "engine_ttl": 9}, {"kv_recompute_threshold": 5}),
+        ({"kv_connector_extra_config": {"kv_recompute_threshold": 5}}, {"kv_recompute_threshold": 5}),
+        ({"cpu_bytes_to_use": 5, "block_size": 64}, {"host_bytes": 5}),
     ],
 )
 def test_without_a_name_the_keys_tell_whose_settings_they_are(bare, settings):
@@ -127,7 +195,7 @@ def test_what_cant_be_translated_is_refused_with_its_name(theirs, says):
         translate(theirs)
 
 
-@pytest.mark.parametrize("text", ["{", "just words", "key: 1\nno key here"])
+@pytest.mark.parametrize("text", ["", "{", "just words", "- a", "key: 1\nno key here", "kv_transfer_config: 1"])
 def test_a_file_in_neither_form_is_refused(tmp_path, text):
     path = tmp_path / "x"
     path.write_text(text)
@@ -140,8 +208,8 @@ def test_a_file_in_neither_form_is_refused(tmp_path, text):
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(1, 1 << 20), st.floats(1, 100), st.text("ab:#/ '", max_size=8))
 
 
-@given(st.dictionaries(st.text("abc_", min_size=1), VALUES, max_size=6))
-def test_flat_yaml_and_json_of_the_same_settings_are_read_alike(settings):
+@given(st.dictionaries(st.text("abc_", min_size=1), VALUES, min_size=1, max_size=6))
+def test_yaml_and_json_of_the_same_settings_are_read_alike(settings):
     with tempfile.TemporaryDirectory() as folder:
         as_json, as_yaml = Path(folder) / "a", Path(folder) / "b"
         as_json.write_text(json.dumps(settings))
@@ -163,12 +231,6 @@ def test_every_key_is_spoken_of_once(name, extra):
 def multi(*children, **more):
     whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     return whole | {"kv_connector_extra_config": {"connectors": list(children), **more}}
-
-
-def test_nixl_alone_says_that_nothing_goes_from_instance_to_instance():
-    (check,) = translate({"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}).checks
-    assert (check.name, check.level) == ("kv_connector", Level.NOTE)
-    assert "disk_path" in check.found
 
 
 def test_whatever_stands_beside_the_settings_of_several_connectors_is_spoken_of():

@@ -37,13 +37,13 @@ def examine(
     chosen, role = from_sources(config_file, environ, pairs), "kv_both"
     checks: tuple[Check, ...] = ()
     if theirs is not None:
-        found = translate(read(theirs))
+        told = {name: getattr(chosen, name) for name in (pair.partition("=")[0] for pair in pairs)}
+        found = translate(read(theirs), told)
         role, checks = found.role, found.checks
-        told = {name: getattr(chosen, name) for name in found.settings if any(p.startswith(f"{name}=") for p in pairs)}
-        chosen = from_mapping(msgspec.to_builtins(chosen) | found.settings | told)
+        chosen = from_mapping(msgspec.to_builtins(chosen) | found.settings)
         if model is None:
             folder = (check for check in judge(settled(facts, chosen)) if check.name == "folder")
-            return Report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings | told))))
+            return Report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings))))
     assert model is not None
     facts = settled(facts, chosen)
     known, at = model_of(config_of(model, environ)), setup(facts, chosen, environ, role)

@@ -1,13 +1,13 @@
-"""Other connectors' settings as ours: AscendStore's, LMCache's and NIXL's, key by key.
+"""Other connectors' settings as ours: AscendStore's, LMCache's, NIXL's and vLLM's own offloading, key by key.
 
 One table a connector: what a key becomes, or why nothing here corresponds to it. Reads a `--kv-transfer-config`, its
-extra part alone, or LMCache's YAML as far as it is flat. Imports none of these connectors.
+extra part alone, a file of vLLM's settings that has one, or LMCache's YAML. Imports none of these connectors.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,10 +18,11 @@ from layercast.errors import BadSetting
 
 
 class Becomes(msgspec.Struct, frozen=True):
-    """A key that has a counterpart. value: from their value to ours."""
+    """A key that has a counterpart. value: from their value to ours. but: what differs all the same."""
 
     key: str
     value: Callable[[Any], Any] = lambda value: value
+    but: str = ""
 
 
 Rule = Becomes | str
@@ -46,6 +47,11 @@ REMOTE = "there is no remote store yet; engines may share a folder (disk_path)"
 PUSH = "vLLM instances do not push to one another yet; they may share a folder (disk_path)"
 BLEND = "only prefixes are reused"
 TRANSPORT = "no transport between instances is used"
+CHUNKS = "a key names one block of vLLM's; set --block-size for other steps"
+CHOSEN = "chosen for each hit, by what it would cost the requests beside it (layerwise_exposed_ms)"
+SAVES = "what is computed is saved, in whole blocks, the first time"
+EVICTION = "the blocks that were used least recently go first"
+TIERS = "host memory always, and a folder under it where disk_path names one"
 
 ASCEND: Mapping[str, Rule] = {
     **LAYERWISE,
@@ -56,7 +62,7 @@ ASCEND: Mapping[str, Rule] = {
     "discard_partial_chunks": WHOLE,
     "layerwise_num_shared_buffers": BUFFERS,
     "layerwise_independent_layers": BUFFERS,
-    "load_async": "chosen for each hit, by what it would cost the requests beside it (layerwise_exposed_ms)",
+    "load_async": CHOSEN,
     "consumer_is_to_put": ROLE,
     "consumer_is_to_load": ROLE,
     "prefill_tp_size": RANKS,
@@ -71,7 +77,7 @@ LMCACHE: Mapping[str, Rule] = {
     "local_disk": Becomes("disk_path", lambda place: str(place).removeprefix("file://")),
     "max_local_disk_size": Becomes("disk_bytes", lambda gib: int(float(gib) * GIB)),
     "min_retrieve_tokens": Becomes("kv_recompute_threshold"),
-    "chunk_size": "a key names one block of vLLM's; set --block-size for other steps",
+    "chunk_size": CHUNKS,
     "local_cpu": "the pool is in host memory, always",
     "save_unfull_chunk": WHOLE,
     "discard_partial_chunks": WHOLE,
@@ -91,14 +97,38 @@ LMCACHE: Mapping[str, Rule] = {
 }
 NIXL: Mapping[str, Rule] = {
     "kv_recompute_threshold": Becomes("kv_recompute_threshold"),
-    "kv_lease_duration": Becomes("lease_s", float),
-    "push_registration_timeout": Becomes("push_timeout_s", float),
+    "kv_lease_duration": "no block waits on a GPU for another instance to fetch it",
+    "push_registration_timeout": PUSH,
     "backends": TRANSPORT,
     "num_threads": TRANSPORT,
     "engine_ttl": TRANSPORT,
     "enforce_handshake_compat": "what differs in model, layout or dtype has other keys, and is never found",
     "bidirectional_kv_xfer": PUSH,
     "decoder_kv_blocks_ttl": PUSH,
+}
+OFFLOADING: Mapping[str, Rule] = {
+    "cpu_bytes_to_use": Becomes("host_bytes", int, "theirs is for all ranks together, ours for each: divide it"),
+    "cpu_bytes_to_use_per_rank": Becomes("host_bytes", int),
+    "disk_path": Becomes("disk_path"),
+    "disk_capacity_bytes": Becomes("disk_bytes", int),
+    "offload_prompt_only": Becomes("save_decode_cache", lambda only: not only),
+    "block_size": CHUNKS,
+    "blocks_per_chunk": CHUNKS,
+    "canonical_layout": RANKS,
+    "sync_load_budget_bytes": CHOSEN,
+    "store_threshold": SAVES,
+    "max_tracker_size": SAVES,
+    "lazy_offload": SAVES,
+    "eviction_policy": EVICTION,
+    "cache_policy_module_path": EVICTION,
+    "spec_name": TIERS,
+    "spec_module_path": TIERS,
+    "secondary_tiers": TIERS,
+    "backpressure": TIERS,
+    "kv_offload_backend": TIERS,
+    "disk_buffer_slots": "files are written and read block by block",
+    "use_page_cache": "the system's page cache is used, always",
+    "self_describing_kv_events": "vLLM's --kv-events-config alone decides about events",
 }
 CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
     "AscendStoreConnector": ASCEND,
@@ -108,13 +138,27 @@ CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
     "LMCacheMPConnector": LMCACHE,
     "NixlConnector": NIXL,
     "NixlPushConnector": NIXL,
+    "OffloadingConnector": OFFLOADING,
+    "SimpleCPUOffloadConnector": OFFLOADING,
 }
-VALUE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|.*?)\s*(?:(?<=\s)#.*)?""")
-"""A value of a YAML line, with what may stand around it."""
+WITHIN = ("kv_transfer_config", "kv-transfer-config")
+"""Where the transfer config stands in a file of vLLM's settings."""
 READ_HERE = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
 MULTI = "MultiConnector"
+NAME_FOLDER = "Name a folder that all of them see: --set disk_path=FOLDER"
+TWO_SIDES = (
+    "Start both sides with our connector, the same disk_path, model, --block-size, --max-model-len, parallel sizes and "
+    'vLLM: "kv_role":"kv_producer" where prompts are computed, "kv_consumer" where answers are. The proxy may stay if '
+    "it asks the first, then the second; what it passes on (remote_block_ids, remote_host) is not read, and what is "
+    "not in the folder when a request comes is computed anew. VLLM_NIXL_* and kv_buffer_device have no effect."
+)
 NOT_READ = "left out; nothing here reads it"
-TELLING: Mapping[str, Mapping[str, Rule]] = {"an LMCache file": LMCACHE, "AscendStore": ASCEND, "NIXL": NIXL}
+TELLING: Mapping[str, Mapping[str, Rule]] = {
+    "an LMCache file": LMCACHE,
+    "AscendStore": ASCEND,
+    "NIXL": NIXL,
+    "vLLM's offloading": OFFLOADING,
+}
 """Where no connector is named, the one that knows most of the keys is meant."""
 
 
@@ -127,42 +171,66 @@ class Translation(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a JSON or flat YAML file. Raises BadSetting."""
+    """The settings in a JSON or YAML file; of a file of vLLM's settings, its transfer config. Raises BadSetting."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path} can't be read as text ({error}); name a JSON or YAML file of settings") from error
-    if not text.lstrip().startswith("{"):
-        return _flat(text)
+    found = _table(text, str(path))
+    inner = next((found[name] for name in WITHIN if name in found), found)
+    return _table(inner, f"{path}: its transfer config") if isinstance(inner, str) else _of_table(inner, str(path))
+
+
+def _table(text: str, where: str) -> dict[str, Any]:
+    """The table that a text is, in JSON or YAML."""
+    import yaml  # here, since only this needs it
+
     try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise BadSetting(f"{path} is no valid JSON ({error}); mend it there") from error
-    return found
+        return _of_table(json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text), where)
+    except (ValueError, yaml.YAMLError) as error:
+        raise BadSetting(f"{where} is neither valid JSON nor YAML ({' '.join(str(error).split())})") from error
 
 
-def translate(theirs: Mapping[str, Any]) -> Translation:
+def _of_table(found: object, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise BadSetting(f"{where} holds no table of settings; name a JSON or YAML file that does")
+    return {str(key): value for key, value in found.items()}
+
+
+def translate(theirs: Mapping[str, Any], told: Mapping[str, Any] = MappingProxyType({})) -> Translation:
     """Our settings for theirs, and what became of each key; those of several connectors come together.
 
-    Raises BadSetting for a connector that is not known here, and for values that ours can't take.
+    told: settings of ours that are given beside theirs, and win. Raises BadSetting for a connector that is not known
+    here, and for values that ours can't take.
     """
     settings: dict[str, Any] = {}
     checks: list[Check] = []
-    for name, table, extra in _parts(theirs):
-        for key, value in extra.items():
-            checks.append(_translated(name, table, key, value, settings))
-        if table is NIXL and name in CONNECTORS:
-            checks.append(Check("kv_connector", Level.NOTE, f"{name} sends KV to another instance: {PUSH}."))
+    parts = _parts(theirs)
+    for name, table, extra in parts:
+        checks += [_translated(name, table, key, value, settings) for key, value in extra.items()]
+    wins = "is given beside these settings, and wins"
+    checks += [Check(key, Level.NOTE, f"{_shown(told[key])} {wins}.") for key in told if key in settings]
+    settings |= told
+    from_mapping(settings, "translated settings")
+    checks += [_apart(name, settings) for name, table, _ in parts if table is NIXL]
     checks += _left_out(theirs)
     role, policy = theirs.get("kv_role") or "kv_both", theirs.get("kv_load_failure_policy") or "fail"
-    if role != "kv_both" and "disk_path" not in settings:
+    if role != "kv_both" and not settings.get("disk_path"):
         found = f"{role}: instances meet in a folder only, and none is named."
-        checks.append(Check("kv_role", Level.WARNING, found, 'Add "disk_path", a folder that all of them see.'))
+        checks.append(Check("kv_role", Level.ERROR, found, NAME_FOLDER))
     if policy != "recompute" and "kv_connector" in theirs:
         found = f"{policy} (vLLM's default): a request whose KV is lost would end in an error; recompute is put here."
         checks.append(Check("kv_load_failure_policy", Level.NOTE, found))
-    from_mapping(settings, "translated settings")
     return Translation(role, settings, tuple(checks))
+
+
+def _apart(name: str, settings: Mapping[str, Any]) -> Check:
+    """What a connector between instances does that nothing here does, and how to start the two sides instead."""
+    found = f"{name} hands KV from the GPU of one instance to that of another. Nothing here does: what one has saved"
+    if not settings.get("disk_path"):
+        found = f"{found} another finds in a folder that both see, and none is named, so it would compute every prompt."
+        return Check("kv_connector", Level.ERROR, found, f"{NAME_FOLDER}. {TWO_SIDES}")
+    return Check("kv_connector", Level.WARNING, f"{found} another finds in disk_path.", TWO_SIDES)
 
 
 def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Mapping[str, Any]]]:
@@ -173,7 +241,7 @@ def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Map
     if name is None:
         inner = theirs if "kv_connector_extra_config" not in theirs else extra
         if not inner:
-            raise BadSetting("no settings are in it; name a file of AscendStore, LMCache or NIXL settings")
+            raise BadSetting("no settings are in it; name a file of AscendStore, LMCache, NIXL or offloading settings")
         name, table = max(TELLING.items(), key=lambda item: len({_plain(key) for key in inner} & set(item[1])))
         return [(name, table, inner)]
     if name not in CONNECTORS:
@@ -239,6 +307,8 @@ def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, s
     except (TypeError, ValueError) as error:
         raise BadSetting(f"{key} = {_shown(value)}: {error}") from error
     found = f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}"
+    if rule.but:
+        return Check(key, Level.NOTE, f"{found}; {rule.but}.")
     if before not in (None, settings[rule.key]):
         return Check(key, Level.NOTE, f"{found}, in place of {_shown(before)}, which another connector's setting gave.")
     return Check(key, Level.OK, found)
@@ -249,32 +319,4 @@ def _plain(key: str) -> str:
 
 
 def _shown(value: object) -> str:
-    return json.dumps(value)
-
-
-def _flat(text: str) -> dict[str, Any]:
-    """`key: value` lines of a YAML file; what is nested counts as text. Raises BadSetting for a line without a key."""
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        if not line.strip() or line.lstrip().startswith(("#", "---")):
-            continue
-        if line[0] in " -\t":
-            if found:
-                found[next(reversed(found))] = "(nested)"
-            continue
-        key, colon, value = line.partition(":")
-        if not colon:
-            raise BadSetting(f"{line!r}: neither JSON nor a line `key: value` of a YAML file")
-        bare = VALUE.fullmatch(value)
-        found[key.strip()] = _scalar(bare[1] if bare else value.strip())
-    return found
-
-
-def _scalar(text: str) -> object:
-    words = {"": None, "null": None, "~": None, "None": None, "true": True, "false": False}
-    if text in words or text.lower() in words:
-        return words.get(text, words.get(text.lower()))
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip("'\"")
+    return json.dumps(value, default=str)
