@@ -94,7 +94,7 @@ def _print_checks(checks: "tuple[Check, ...]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    styles = {"ok": "green", "note": "blue", "warning": "yellow", "error": "bold red"}
+    styles = {"ok": "green", "note": "blue", "warning": "yellow", "error": "bold red", "not checked": "dim"}
     table = Table(box=None, pad_edge=False, show_header=False)
     for check in checks:
         said = Text(check.found)

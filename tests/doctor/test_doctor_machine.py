@@ -57,6 +57,10 @@ def test_a_good_machine_has_nothing_but_ok():
         ("memory", {"host_bytes": 21 * GIB}, Level.ERROR, "21.0 GiB"),
         ("memory", {"host_bytes": 15 * GIB}, Level.WARNING, "20.0 GiB of memory are free"),
         ("memory", {"memory_free": None}, Level.NOTE, "does not tell"),
+        ("memory", {"weight_bytes": 2 * GIB}, Level.OK, "3.0 GiB (host_bytes) beside 2.0 GiB of weights"),
+        ("memory", {"weight_bytes": 16 * GIB}, Level.WARNING, "16.0 GiB of weights"),
+        ("memory", {"weight_bytes": 18 * GIB}, Level.ERROR, "18.0 GiB of weights"),
+        ("memory", {"weight_bytes": 21 * GIB}, Level.ERROR, "21.0 GiB of weights"),
         ("gpu", {}, Level.OK, "on the CPU"),
         ("gpu", {"gpu": True}, Level.WARNING, "no card is given"),
         ("gpu", {"gpu": True, "cards": (H200, H200)}, Level.OK, "2 x NVIDIA H200 (32.0 GT/s PCIe x16; copies not"),
@@ -93,6 +97,7 @@ def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level
         {"transformers": "5.9.0"},
         {"vllm": "0.34.0"},
         {"memory_free": GIB},
+        {"weight_bytes": 21 * GIB},
         {"shm_free": 0},
         {"loopback_error": "x"},
         {"cache_free": 0},
@@ -108,9 +113,24 @@ def test_whatever_is_a_warning_or_an_error_says_what_to_do(changes):
     assert all(check.advice for check in bad)
 
 
-def test_the_memory_that_is_advised_is_no_longer_a_trouble():
-    advised = int(finding("memory", host_bytes=21 * GIB).advice.split()[3])
-    assert finding("memory", host_bytes=advised).level is Level.OK
+@pytest.mark.parametrize("weights", [0, 12 * GIB, 20 * GIB - 8])
+def test_the_memory_that_is_advised_is_no_longer_a_trouble(weights):
+    advised = int(finding("memory", host_bytes=21 * GIB, weight_bytes=weights).advice.split()[3])
+    assert finding("memory", host_bytes=advised, weight_bytes=weights).level is Level.OK
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/proc/kv", "/sys/kv/deeper", "/dev/kv"])
+def test_a_folder_where_the_kernel_keeps_no_files_is_refused_with_another_advised(folder):
+    facts = gather(None, {}, [f"disk_path={folder}"])
+    check = next(check for check in judge(facts) if check.name == "folder")
+    assert (check.level, facts.folder_room) == (Level.ERROR, 0)
+    assert "keeps no files" in check.found
+    assert "on a disk" in check.advice
+    assert gather(None, {}, ["disk_path=/dev/shm"]).folder_error == ""
+
+
+def test_where_nothing_is_free_no_size_of_nothing_is_advised():
+    assert "disk_bytes" not in finding("folder", folder="/kv", folder_room=0, folder_bytes=1).advice
 
 
 def test_this_machine_can_be_looked_at_and_a_bad_setting_is_a_finding(tmp_path):

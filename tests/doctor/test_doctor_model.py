@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from layercast.doctor.model import config_of, model_of
+from layercast.doctor.model import config_of, model_of, weight_bytes
 from layercast.errors import BadSetting, Missing
 from layercast.spec.groups import GroupKind
 
@@ -128,3 +128,19 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(BadSetting, match=r"config\.json"):
         config_of(str(tmp_path), {})
+
+
+def test_weights_count_as_their_index_tells_or_else_as_the_files_do(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert weight_bytes(str(tmp_path), {}) == 0
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(70))
+    assert weight_bytes(str(tmp_path / "config.json"), {}) == 70
+    for part in (1, 2):
+        (tmp_path / f"model-0000{part}-of-00002.safetensors").write_bytes(bytes(30))
+    (tmp_path / "old.bin").write_bytes(bytes(9))
+    assert weight_bytes(str(tmp_path), {}) == 60
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 50}}')
+    assert weight_bytes(str(tmp_path), {}) == 50
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(BadSetting, match=r"index\.json"):
+        weight_bytes(str(tmp_path), {})

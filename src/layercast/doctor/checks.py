@@ -1,5 +1,6 @@
-"""What every examination gives: findings, each with what to do. Knows nothing that could be found."""
+"""What every examination gives: findings, each with what to do, and which of them mean nothing where another fails."""
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -12,6 +13,7 @@ class Level(StrEnum):
     NOTE = "note"
     WARNING = "warning"
     ERROR = "error"
+    UNCHECKED = "not checked"
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -21,6 +23,25 @@ class Check(msgspec.Struct, frozen=True):
     level: Level
     found: str
     advice: str = ""
+
+
+RESTS_ON = {
+    "groups": ("model",),
+    **dict.fromkeys(("bytes", "room", "cache", "ranks", "drafts"), ("model", "groups")),
+    **dict.fromkeys(("memory", "memlock", "folder"), ("settings", "model", "groups")),
+    "weights": ("disk",),
+}
+"""A finding's name, to those without which it means nothing."""
+
+
+def after_refusals(checks: Iterable[Check]) -> Iterator[Check]:
+    """The same, but what rests on an ERROR before it is not checked."""
+    refused: set[str] = set()
+    for check in checks:
+        if check.level is Level.ERROR:
+            refused.add(check.name)
+        on = next((name for name in RESTS_ON.get(check.name, ()) if name in refused), None)
+        yield check if on is None else Check(check.name, Level.UNCHECKED, f"Rests on `{on}`, which is refused above.")
 
 
 def numbers(text: str) -> tuple[int, ...]:

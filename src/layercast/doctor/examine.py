@@ -1,15 +1,15 @@
 """What `layercast doctor` was asked to look at, and its report. Looks through the other modules of this room."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from layercast.config import from_mapping, from_sources
-from layercast.doctor.checks import Check, Level
+from layercast.doctor.checks import Check, Level, after_refusals
 from layercast.doctor.machine import gather, judge, settled
-from layercast.doctor.model import config_of, model_of
+from layercast.doctor.model import config_of, model_of, weight_bytes
 from layercast.doctor.translate import read, translate
 from layercast.doctor.vllm import flag_of, judge_model, serve_command, setup, transfer_of
 
@@ -33,7 +33,7 @@ def examine(
     """
     facts = gather(config_file, environ, pairs)
     if model is None and theirs is None:
-        return Report(judge(facts))
+        return _report(judge(facts))
     chosen, role = from_sources(config_file, environ, pairs), "kv_both"
     checks: tuple[Check, ...] = ()
     if theirs is not None:
@@ -43,15 +43,20 @@ def examine(
         chosen = from_mapping(msgspec.to_builtins(chosen) | found.settings)
         if model is None:
             folder = (check for check in judge(settled(facts, chosen)) if check.name == "folder")
-            return Report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings))))
+            return _report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings))))
     assert model is not None
-    facts = settled(facts, chosen)
-    known, at = model_of(config_of(model, environ)), setup(facts, chosen, environ, role)
-    machine = tuple(check for check in judge(facts) if check.name in FOR_A_MODEL)
-    judged = judge_model(known, at)
-    refused = any(check.name == "model" and check.level is Level.ERROR for check in judged)
-    command = "" if refused else serve_command(_folder_of(model), known, at)
-    return Report((*checks, *judged, *machine), command)
+    known = model_of(config_of(model, environ))
+    weights = 0 if facts.gpu else weight_bytes(model, environ)
+    facts = msgspec.structs.replace(settled(facts, chosen), weight_bytes=weights)
+    at = setup(facts, chosen, environ, role)
+    machine = (check for check in judge(facts) if check.name in FOR_A_MODEL)
+    return _report((*checks, *judge_model(known, at), *machine), serve_command(_folder_of(model), known, at))
+
+
+def _report(checks: Iterable[Check], command: str = "") -> Report:
+    """What rests on a refusal is not checked, and no command is offered that would fail."""
+    checks = tuple(after_refusals(checks))
+    return Report(checks, "" if any(check.level is Level.ERROR for check in checks) else command)
 
 
 def _folder_of(model: str) -> str:

@@ -26,11 +26,13 @@ from layercast.errors import LayercastError
 OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
 OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
 LEAST_SHM = 256 << 20
+SHM, NO_DISKS = "/dev/shm", ("/proc", "/sys", "/dev")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit.
 
+    weight_bytes: what a model that is asked about takes of memory, 0 without one or where a GPU holds it.
     folder: disk_path, empty without one; folder_room: what is free there, and what the folder itself holds.
     """
 
@@ -43,6 +45,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     visible: str | None = None
     memory_free: int | None
     host_bytes: int = 0
+    weight_bytes: int = 0
     shm_free: int | None
     memlock: int | None
     loopback_error: str
@@ -79,7 +82,7 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
         cards=cards(cache),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
         memory_free=memory_free(),
-        shm_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
+        shm_free=shutil.disk_usage(SHM).free if Path(SHM).is_dir() else None,
         memlock=None if soft == resource.RLIM_INFINITY else soft,
         loopback_error=_loopback_error(),
         cache=str(cache),
@@ -95,12 +98,12 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
 def settled(facts: Facts, config: Config) -> Facts:
     """The facts, as these settings have them."""
     facts = msgspec.structs.replace(facts, host_bytes=config.host_bytes, folder=config.disk_path)
-    if not config.disk_path:
-        return facts
     folder = Path(config.disk_path).expanduser()
+    if not config.disk_path or (error := _folder_error(folder)):
+        return msgspec.structs.replace(facts, folder_error=error if config.disk_path else "")
     return msgspec.structs.replace(
         facts,
-        folder_error=_folder_error(folder),
+        folder_error="",
         folder_room=free_bytes(folder) + _bytes_below(folder),
         folder_bytes=config.disk_bytes,
     )
@@ -111,6 +114,9 @@ def _folder_error(folder: Path) -> str:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is no folder"
+    system = next((place for place in NO_DISKS if existing.resolve().is_relative_to(place)), None)
+    if system and not existing.resolve().is_relative_to(SHM):
+        return f"{system} is the kernel's own and keeps no files"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} can't be written"
 
 
@@ -260,13 +266,19 @@ def _vllm(facts: Facts) -> Check:
 
 def _memory(facts: Facts) -> Check:
     slab = f"The slab takes {size(facts.host_bytes)} (host_bytes)"
+    slab += f" beside {size(facts.weight_bytes)} of weights" if facts.weight_bytes else ""
     if facts.memory_free is None:
         return Check("memory", Level.NOTE, f"{slab}; this system does not tell how much memory is free.")
     found = f"{slab}, {size(facts.memory_free)} of memory are free."
-    lower = f"Set host_bytes to {facts.memory_free // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
-    if facts.host_bytes > facts.memory_free:
+    left = facts.memory_free - facts.weight_bytes
+    if left <= 0:
+        return Check(
+            "memory", Level.ERROR, found, "The weights alone do not fit: free memory, or take a smaller model."
+        )
+    lower = f"Set host_bytes to {left // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
+    if facts.host_bytes > left:
         return Check("memory", Level.ERROR, found, lower)
-    if facts.host_bytes > facts.memory_free // 2:
+    if facts.host_bytes > left // 2:
         return Check("memory", Level.WARNING, found, lower)
     return Check("memory", Level.OK, found)
 
@@ -315,11 +327,12 @@ def _folder(facts: Facts) -> Check | None:
         return None
     found = f"disk_path = {facts.folder}"
     if facts.folder_error:
-        advice = "Make it a folder that the engine may write, or choose another (--set disk_path=...)."
+        advice = "Choose a folder on a disk, which the engine may write or make (--set disk_path=...)."
         return Check("folder", Level.ERROR, f"{found}: {facts.folder_error}.", advice)
     found = f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.folder_bytes)}."
     if facts.folder_room < facts.folder_bytes:
-        return Check("folder", Level.WARNING, found, f"Set disk_bytes to {facts.folder_room} or less, or free some.")
+        lower = f"Set disk_bytes to {facts.folder_room} or less, or free some." if facts.folder_room else "Free some."
+        return Check("folder", Level.WARNING, found, lower)
     return Check("folder", Level.OK, found)
 
 

@@ -1,7 +1,7 @@
 """What a model's config.json says of its KV: kinds of layers, bytes a token, bytes a state.
 
-Reads a local folder or the Hugging Face cache, never the network, no weights and no engine. Sizes are those of one
-rank that holds all heads. Does not know vLLM.
+Reads a local folder or the Hugging Face cache, never the network; of weights their sizes alone; no engine. Sizes of KV
+are those of one rank that holds all heads. Does not know vLLM.
 """
 
 import json
@@ -36,6 +36,8 @@ KINDS: Mapping[str, tuple[GroupKind, ...]] = {
 """What configs call a layer, to the caches it has."""
 WHOLE = {"mamba": "mamba", "mamba2": "mamba", "falcon_mamba": "mamba", "falcon_h1": "hybrid"}
 """Types of models all of whose layers are alike, and do not say so."""
+WEIGHTS = ("model*.safetensors", "*.safetensors", "*.bin", "*.gguf")
+"""Files of weights, the first kind that is there; some models have the same ones again under another name."""
 FIRST_MAMBAS = ("mamba", "falcon_mamba", "jamba", "zamba")
 """Types of models whose recurrent layers are Mamba-1's."""
 
@@ -77,13 +79,30 @@ def config_of(model: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
     Raises Missing with where it was looked for, BadSetting for what is no config.
     """
-    path = _config_path(model, environ)
+    return _object(_config_path(model, environ))
+
+
+def weight_bytes(model: str, environ: Mapping[str, str]) -> int:
+    """Bytes of a model's weights, which lie beside its config: as their index tells, else of the files; 0 without any.
+
+    Raises what `config_of` raises.
+    """
+    config = _config_path(model, environ)
+    for index in config.parent.glob("*.index.json"):
+        if isinstance(total := _object(index).get("metadata", {}).get("total_size"), int):
+            return total
+    sizes = [sum(path.stat().st_size for path in config.parent.glob(pattern)) for pattern in WEIGHTS]
+    return next(filter(None, sizes), 0)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises BadSetting."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise BadSetting(f"{path}: {error}") from error
     if not isinstance(found, dict):
-        raise BadSetting(f"{path}: a model's config is a JSON object")
+        raise BadSetting(f"{path}: should be a JSON object")
     return found
 
 

@@ -36,7 +36,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     command: whether `vllm` finds its own package. plugin: whether our entry point is there; allowed: whether
     VLLM_PLUGINS lets it in. expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
-    memory_free: bytes, None where the system does not tell.
+    memory_free: bytes beside the weights, None where the system does not tell.
     """
 
     vllm: str | None
@@ -62,7 +62,7 @@ def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = 
         plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
         allowed=plugins is None or "layercast" in plugins.split(","),
         expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        memory_free=facts.memory_free,
+        memory_free=None if facts.memory_free is None else max(0, facts.memory_free - facts.weight_bytes),
     )
 
 
@@ -167,7 +167,7 @@ def _allocator(at: Setup) -> Check | None:
 
 
 def _plugin(at: Setup) -> Check:
-    module = f'The command below names the module instead ("kv_connector_module_path":"{MODULE}").'
+    module = f'Or name the module, as a command here does: "kv_connector_module_path":"{MODULE}"'
     if not at.plugin:
         found = "layercast is not installed beside vLLM, which finds the connector by an entry point of the package."
         return Check("plugin", Level.NOTE, found, f"pip install layercast there. {module}")
