@@ -141,7 +141,7 @@ class Ground:
         count = self.blocks if tokens is None else max(1, tokens // self.shape.block)
         ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
         plan = self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots)
-        lists = plan.windows([(layer,) for layer in range(self.shape.layers)])
+        lists = [plan.layer(layer) for layer in range(self.shape.layers)]
         return [_halves(pieces) for pieces in lists] if halves else lists
 
     def wanted(self, layer: int) -> npt.NDArray[np.int32]:

@@ -43,7 +43,7 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     from_, to = choose.permutation(size[0])[:blocks], choose.permutation(size[0])[:blocks]
     groups = [engine_layout(shape, pools).groups[0] for pools in (sources, targets)]
     plan = route_between(groups[0], groups[1]).plan(from_.tolist(), to.tolist())
-    lists = plan.windows([(layer,) for layer in range(shape.layers)])
+    lists = [plan.layer(layer) for layer in range(shape.layers)]
     movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
     torch.cuda.set_device(device.number)
     ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}

@@ -10,18 +10,14 @@ from typing import Protocol
 from layercast.config import Config
 from layercast.flow.issue import Batch, Run
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
-from layercast.flow.runs import Expected, LoadRun, SaveRun
+from layercast.flow.runs import LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
-from layercast.plan.batches import batches_of_all, windows_of
-from layercast.plan.pieces import CopyPlan, DigestRanges, Pieces, Route, route_between
+from layercast.plan.batches import batches_of, windows_of
+from layercast.plan.pieces import CopyPlan, Route, Side, route_between
 from layercast.spec.groups import Layout
 
 SAVE_PARTS = 8
 """In how many parts a device saves a step's layers."""
-Part = tuple[Pieces, tuple[int, int]]
-"""Pieces, and (bytes, copies) of them."""
-Share = tuple[tuple[int, ...], list[Part]]
-"""Layers of a window that one group has, and their parts."""
 
 
 class SlabMemory(Protocol):
@@ -105,72 +101,53 @@ class Ways:
     def load_batches(self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = ()) -> list[Batch]:
         """All batches of a load, window by window, each ordered behind `after`."""
         plans = self.load_plans(order.pairs)
-        moved = {layer for _, plan in plans for layer in plan.layers}
-        every = windows_of(self.layers, order.window)
-        windows = [tuple(layer for layer in window if layer in moved) for window in every]
-        shares = [self._shares(plan, windows) for _, plan in plans]
-        kept = [self.slab.digests[group][:, plan.pairs()[0]] if self.verify else None for group, plan in plans]
-        batches: list[Batch] = []
-        for nth, window in enumerate(windows):
-            for (group, plan), share, digests in zip(plans, shares, kept, strict=True):
-                mine, parts = share[nth]
-                if not mine:
-                    continue
-                if digests is None:
-                    batches += _in_a_row(run, run.id, window, parts, (), after)
-                    continue
-                ranges = [plan.digest_ranges(layer, read="target", order="source") for layer in mine]
-                batches += _in_a_row(run, run.id, window, parts, ranges, after)
-                slots, rows = plan.pairs()[0], self.rows[group]
-                run.expected[batches[-1]] = tuple(Expected(group, slots, digests[rows[layer]]) for layer in mine)
-        return batches
+        if self.verify:
+            for group, plan in plans:
+                slots = plan.pairs()[0]
+                run.kept[group] = slots, dict(zip(self.rows[group], self.slab.digests[group][:, slots], strict=True))
+        return [
+            batch
+            for window in windows_of(self.layers, order.window)
+            for group, plan in plans
+            for batch in self._batches(run, run.id, group, plan, window, after, ("target", "source"))
+        ]
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
         """The copies of a step's saves in the windows that have been written, each ordered behind its flight."""
-        batches: list[Batch] = []
-        for group, plan in save.plans:
-            shares = self._shares(plan, [window for window, _ in written])
-            for (mine, parts), (_, after) in zip(shares, written, strict=True):
-                if not mine:
-                    continue
-                ranges = [plan.digest_ranges(layer, read="source", order="target") for layer in mine if self.verify]
-                batches += _in_a_row(save, save.id, mine, parts, ranges, (after,))
-                if ranges:
-                    places = tuple((group, self.rows[group][layer], plan.pairs()[1]) for layer in mine)
-                    save.places[batches[-1]] = places
-        return batches
+        return [
+            batch
+            for window, mark in written
+            for group, plan in save.plans
+            for batch in self._batches(save, save.id, group, plan, window, (mark,), ("source", "target"))
+        ]
 
-    def _shares(self, plan: CopyPlan, windows: Sequence[Sequence[int]]) -> "list[Share]":
-        """For each window the layers that the plan has of it, and their pieces in batches within the limits."""
-        mine = [tuple(layer for layer in window if layer in plan.columns) for window in windows]
-        limits = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
-        parts = iter(batches_of_all(plan, [layers for layers in mine if layers], *limits))
-        sized = Sizes()
-        return [(layers, [(part, sized.of(part)) for part in next(parts)] if layers else []) for layers in mine]
+    def _batches(
+        self,
+        run: Run,
+        owner: str,
+        group: int,
+        plan: CopyPlan,
+        window: Sequence[int],
+        after: tuple[Flight, ...],
+        hashed: tuple[Side, Side],
+    ) -> list[Batch]:
+        """What a plan moves of a window, within the limits.
 
-
-def _in_a_row(
-    run: Run,
-    owner: str,
-    layers: tuple[int, ...],
-    parts: Sequence[Part],
-    digests: Sequence[DigestRanges],
-    after: tuple[Flight, ...],
-) -> list[Batch]:
-    """A batch for each part; digests ride on the last one, since movers keep order."""
-    *first, (end, size) = parts
-    last = Batch(run, owner, layers, end, tuple(digests), after, size)
-    return [*(Batch(run, owner, layers, part, (), after, its) for part, its in first), last]
-
-
-class Sizes:
-    """(bytes, copies) of pieces, counted once for those that share their arrays."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Pieces, tuple[int, int]] | None = None
-
-    def of(self, pieces: Pieces) -> tuple[int, int]:
-        """Of these."""
-        if self._last is None or self._last[0].length is not pieces.length or self._last[0].count is not pieces.count:
-            self._last = pieces, (pieces.nbytes, int(pieces.count.sum()))
-        return self._last[1]
+        hashed: the side whose bytes are, and the slab's. Digests ride on the last batch, since movers keep order.
+        """
+        layers, config = tuple(layer for layer in window if layer in plan.route.columns), self.config
+        if not layers:
+            return []
+        read, order = hashed
+        digests = tuple(plan.digest_ranges(layer, read=read, order=order) for layer in layers) if self.verify else ()
+        if not (config.layerwise_max_transfer_blocks or config.layerwise_max_transfer_bytes):
+            pieces, size = plan.sized(layers)
+            return [Batch(run, owner, layers, pieces, digests, after, size, group)]
+        *first, last = batches_of(
+            plan, layers, config.layerwise_max_transfer_blocks, config.layerwise_max_transfer_bytes
+        )
+        parts = [*((pieces, ()) for pieces in first), (last, digests)]
+        return [
+            Batch(run, owner, layers, pieces, ends, after, (pieces.nbytes, int(pieces.count.sum())), group)
+            for pieces, ends in parts
+        ]

@@ -53,7 +53,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     """One submission: pieces, then digests of what they moved.
 
     layers: what it brings nearer to complete; its first is the layer that waits for it.
-    size: (bytes, copies) of its pieces.
+    size: (bytes, copies) of its pieces. group: whose blocks it moves, by its index in the layout.
     """
 
     run: Run
@@ -63,6 +63,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     digests: tuple[DigestRanges, ...] = ()
     after: tuple[Flight, ...] = ()
     size: tuple[int, int] = (0, 0)
+    group: int = 0
 
 
 class Sent(NamedTuple):

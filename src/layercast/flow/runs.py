@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -21,14 +21,6 @@ from layercast.observe.timeline import SpanKind
 from layercast.plan.pieces import CopyPlan
 
 Ints = npt.NDArray[np.int64]
-
-
-class Expected(NamedTuple):
-    """What one layer of a load must hash to: digests of the slots, row by row of the digest's ranges."""
-
-    group: int
-    slots: Ints
-    digests: Digests
 
 
 @dataclass(slots=True)
@@ -70,7 +62,8 @@ class LoadRun:
     order: LoadOrder | ReceiveOrder
     id: str
     overseer: Overseer
-    expected: dict[Batch, tuple[Expected, ...]] = field(default_factory=dict)
+    kept: dict[int, tuple[Ints, Mapping[int, Digests]]] = field(default_factory=dict)
+    """For each group its slots, and what each layer of these must hash to, in the order of the digests' rows."""
     clocking: Clocking = field(default_factory=Clocking)
     layers: frozenset[int] = frozenset()
     end: LoadEnd | None = None
@@ -141,7 +134,7 @@ class LoadRun:
         for batch, flight, digests in over:
             if flight.error is not None:
                 self.fail(LoadEnd.LOST, str(flight.error))
-            elif differ := _differing(self.expected.get(batch, ()), digests):
+            elif differ := _differing(batch, digests, self.kept):
                 self.fail(LoadEnd.CORRUPT, f"{len(differ)} blocks differ from what was saved, in layers {batch.layers}")
                 bad += differ
         with self._changed:
@@ -207,11 +200,14 @@ class ReceiveRun(LoadRun):
         return msgspec.structs.replace(super().outcome(verified), nbytes=self.arrived.nbytes)
 
 
-def _differing(expected: Sequence[Expected], digests: Sequence[DigestFlight]) -> list[tuple[int, int]]:
+def _differing(
+    batch: Batch, digests: Sequence[DigestFlight], kept: Mapping[int, tuple[Ints, Mapping[int, Digests]]]
+) -> list[tuple[int, int]]:
     """(group, slot) of every block whose digest is not the one taken at saving."""
-    bad = []
-    for want, got in zip(expected, digests, strict=True):
-        bad += [(want.group, int(slot)) for slot in want.slots[want.digests != got.digests]]
+    bad: list[tuple[int, int]] = []
+    for layer, got in zip(batch.layers, digests, strict=True) if digests else ():
+        slots, wanted = kept[batch.group]
+        bad += [(batch.group, slot) for slot in slots[wanted[layer] != got.digests].tolist()]
     return bad
 
 
@@ -226,7 +222,8 @@ class SaveRun:
     orders: Sequence[SaveOrder]
     plans: list[tuple[int, CopyPlan]]
     store: Sequence[Digests]
-    places: dict[Batch, tuple[tuple[int, int, Ints], ...]] = field(default_factory=dict)
+    rows: Sequence[Mapping[int, int]]
+    """For each group the row of each layer in its store."""
     error: BaseException | None = None
     _swept: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -241,6 +238,7 @@ class SaveRun:
     def __post_init__(self) -> None:
         self.id = self.orders[0].id if self.orders else ""
         self.layers = {layer for _, plan in self.plans for layer in plan.layers}
+        self._slots = {group: plan.pairs()[1] for group, plan in self.plans}
 
     def completes(self, layer: int, window: Sequence[int]) -> bool:
         """Whether writing this layer makes its window ready to copy; a repeat changes nothing."""
@@ -273,8 +271,9 @@ class SaveRun:
         """Batches landed or failed: record their digests, count their layers."""
         for batch, flight, digests in over:
             if flight.error is None and digests:
-                for (group, place, slots), digest in zip(self.places[batch], digests, strict=True):
-                    self.store[group][place, slots] = digest.digests
+                slots, rows, store = self._slots[batch.group], self.rows[batch.group], self.store[batch.group]
+                for layer, digest in zip(batch.layers, digests, strict=True):
+                    store[rows[layer], slots] = digest.digests
         with self._lock:
             for batch, flight, _ in over:
                 self._left.discard(batch)

@@ -102,7 +102,7 @@ class Worker:
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
-        saving = SaveRun(orders.saves, self.ways.save_plans(orders.saves), self.ways.slab.digests)
+        saving = SaveRun(orders.saves, self.ways.save_plans(orders.saves), self.ways.slab.digests, self.ways.rows)
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background

@@ -51,12 +51,12 @@ def copy(pieces: Pieces) -> None:
 
 def digests_of(ranges: DigestRanges) -> Digests:
     """The 64-bit XXH3 of every row's bytes, its ranges joined in order."""
-    rows, lengths = ranges.address.tolist(), ranges.length.tolist()
+    rows, lengths = ranges.addresses.tolist(), ranges.length.tolist()
     if not rows or not lengths:
         return np.full(len(rows), xxhash.xxh3_64_intdigest(b""), np.uint64)
-    base = int(ranges.address.min())
+    base = int(ranges.addresses.min())
     # One view over everything: slices of it are far cheaper than a view each. Holes in it are never touched.
-    span = memory_at(base, int((ranges.address + ranges.length).max()) - base)
+    span = memory_at(base + ranges.shift, int((ranges.addresses + ranges.length).max()) - base)
     found = np.empty(len(rows), np.uint64)
     for index, row in enumerate(rows):
         state = xxhash.xxh3_64()

@@ -17,15 +17,6 @@ def windows_of(layers: Sequence[int], window: int) -> list[tuple[int, ...]]:
     return [tuple(layers[at : at + step]) for at in range(0, len(layers), step)]
 
 
-def batches_of_all(
-    plan: CopyPlan, windows: Sequence[Sequence[int]], max_blocks: int = 0, max_bytes: int = 0
-) -> list[list[Pieces]]:
-    """`batches_of` each window, in one go where nothing limits them."""
-    if max_blocks or max_bytes or not plan.blocks:
-        return [batches_of(plan, layers, max_blocks, max_bytes) for layers in windows]
-    return [[pieces] for pieces in plan.windows(windows)]
-
-
 def batches_of(plan: CopyPlan, layers: Sequence[int], max_blocks: int = 0, max_bytes: int = 0) -> list[Pieces]:
     """The pieces of a window of layers in batches within the limits; together they copy each byte once.
 

@@ -87,7 +87,7 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
 
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
 """What there is one of for each piece."""
-_ALONE = [(0, 0)]
+_UNMOVED = (0, 0)
 _NONE = np.zeros(0, np.int64)
 _NOTHING = Pieces(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
@@ -103,12 +103,20 @@ class Columns:
     target_stride: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class DigestRanges:
-    """Byte ranges to hash together, one row a block: addresses [blocks, ranges], lengths [ranges]."""
+class DigestRanges(msgspec.Struct, frozen=True, eq=False):
+    """Byte ranges to hash together, one row a block: addresses [blocks, ranges], lengths [ranges].
 
-    address: Ints
+    shift: bytes to add to the addresses, so that the layers of a plan can share both arrays.
+    """
+
+    addresses: Ints
     length: Ints
+    shift: int = 0
+
+    @property
+    def address(self) -> Ints:
+        """Where each range begins."""
+        return self.addresses + self.shift if self.shift else self.addresses
 
 
 @dataclass(frozen=True)
@@ -140,22 +148,18 @@ class BlockRuns:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The copies of one group's blocks from one side to the other, layer by layer or window by window.
+    """The copies of one group's blocks from one side to the other, layer by layer or window by window."""
 
-    shifts: for each layer how far its columns lie from those of the first, on the source and on the target; empty where
-    layers are not alike but for that.
-    """
-
+    route: "Route"
     runs: BlockRuns
-    columns: dict[int, Columns]
-    shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    hashed: dict[tuple[Side, Side], DigestRanges] = field(default_factory=dict, compare=False, repr=False)
-    """What the first layer's digests cover, once asked for; other layers lie `shifts` away."""
+    _spread: dict[int, tuple[Pieces, tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
+    """By the id of columns, which the route keeps: their pieces, and (bytes, copies) of these."""
+    _hashed: dict[tuple[int, Side, Side], DigestRanges] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers this plan can move, ascending."""
-        return tuple(self.columns)
+        return tuple(self.route.columns)
 
     @property
     def blocks(self) -> int:
@@ -164,39 +168,28 @@ class CopyPlan:
 
     def layer(self, layer: int) -> Pieces:
         """The pieces of one layer."""
-        return _spread(self.columns[layer], self.runs)
+        return self.sized((layer,))[0]
 
     def window(self, layers: Sequence[int]) -> Pieces:
         """The pieces of several layers at once, merged where both sides are adjacent."""
-        chosen = [self.columns[layer] for layer in layers]
-        columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
-        return _spread(columns, self.runs)
+        return self.sized(layers)[0]
 
-    def windows(self, windows: Sequence[Sequence[int]]) -> list[Pieces]:
-        """The pieces of each window; those of windows that are alike but for where they lie share their arrays."""
-        if len(windows) < 2 or not self.shifts:
-            return [self.window(layers) for layers in windows]
-        first, inside = self.window(windows[0]), self._apart(windows[0])
-        arrays = (first.source, first.target, first.length, first.count, first.source_stride, first.target_stride)
-        source, target = self.shifts[windows[0][0]]
-        shifts = [self.shifts[layers[0]] for layers in windows]
-        return [
-            Pieces(*arrays, (shift[0] - source, shift[1] - target))
-            if self._apart(layers) == inside
-            else self.window(layers)
-            for layers, shift in zip(windows, shifts, strict=True)
-        ]
-
-    def _apart(self, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """How far the layers of a window lie from its first, on both sides. Only where layers are alike."""
-        if len(layers) == 1:
-            return _ALONE
-        source, target = self.shifts[layers[0]]
-        return [(self.shifts[layer][0] - source, self.shifts[layer][1] - target) for layer in layers]
+    def sized(self, layers: Sequence[int]) -> tuple[Pieces, tuple[int, int]]:
+        """The pieces of a window of layers, and their (bytes, copies). Windows that are alike share their arrays."""
+        columns, shift = self.route.window(tuple(layers))
+        found = self._spread.get(id(columns))
+        if found is None:
+            pieces = _spread(columns, self.runs)
+            found = self._spread[id(columns)] = pieces, (pieces.nbytes, int(pieces.count.sum()))
+        pieces, size = found
+        if shift == _UNMOVED:
+            return found
+        arrays = pieces.sources, pieces.targets, pieces.length, pieces.count
+        return Pieces(*arrays, pieces.source_stride, pieces.target_stride, shift), size
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
-        return self.blocks * sum(int(self.columns[layer].length.sum()) for layer in layers)
+        return self.blocks * sum(int(self.route.columns[layer].length.sum()) for layer in layers)
 
     def pairs(self) -> tuple[Ints, Ints]:
         """(source block, target block) of every block, in the order of the runs."""
@@ -207,17 +200,13 @@ class CopyPlan:
 
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
-        if not self.shifts:
-            return self._digest_ranges(layer, read, order)
-        first, shift = next(iter(self.columns)), self.shifts[layer][0 if read == "source" else 1]
-        if (read, order) not in self.hashed:
-            self.hashed[read, order] = self._digest_ranges(first, read, order)
-        alike = self.hashed[read, order]
-        shift -= self.shifts[first][0 if read == "source" else 1]
-        return DigestRanges(alike.address + shift, alike.length) if shift else alike
+        columns, shift = self.route.window((layer,))
+        found = self._hashed.get((id(columns), read, order))
+        if found is None:
+            found = self._hashed[id(columns), read, order] = self._digest_ranges(columns, read, order)
+        return DigestRanges(found.addresses, found.length, shift[0 if read == "source" else 1])
 
-    def _digest_ranges(self, layer: int, read: Side, order: Side) -> DigestRanges:
-        columns = self.columns[layer]
+    def _digest_ranges(self, columns: Columns, read: Side, order: Side) -> DigestRanges:
         rank = np.argsort(columns.source if order == "source" else columns.target, kind="stable")
         source, target = self.pairs()
         if read == "source":
@@ -235,14 +224,15 @@ class CopyPlan:
         skip = (low - starts)[keep]
         step = self.runs.step[keep]
         runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip * step, (high - low)[keep], step)
-        return CopyPlan(runs, self.columns, self.shifts)
+        return CopyPlan(self.route, runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """The way from one group's memory to another's: columns of every layer, made once for a pair of sides.
 
-    shifts: as of `CopyPlan`.
+    shifts: for each layer how far its columns lie from those of the first, on the source and on the target; empty where
+    layers are not alike but for that.
     """
 
     name: str
@@ -250,6 +240,28 @@ class Route:
     target_blocks: int
     columns: dict[int, Columns]
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _windows: dict[tuple[int, ...], tuple[Columns, tuple[int, int]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _alike: dict[tuple[object, ...], tuple[Columns, int]] = field(default_factory=dict, compare=False, repr=False)
+    """By how far the layers of a window lie from its first: the first such window's columns, and its first layer."""
+
+    def window(self, layers: tuple[int, ...]) -> tuple[Columns, tuple[int, int]]:
+        """Columns for a window of layers, and how far it lies from them. Windows that are alike share them."""
+        found = self._windows.get(layers)
+        if found is None:
+            found = self._windows[layers] = self._window(layers)
+        return found
+
+    def _window(self, layers: tuple[int, ...]) -> tuple[Columns, tuple[int, int]]:
+        chosen, shifts = [self.columns[layer] for layer in layers], self.shifts
+        columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
+        if not shifts or not layers:
+            return columns, _UNMOVED
+        source, target = shifts[layers[0]]
+        apart = tuple((shifts[layer][0] - source, shifts[layer][1] - target) for layer in layers)
+        columns, first = self._alike.setdefault(apart, (columns, layers[0]))
+        return columns, (source - shifts[first][0], target - shifts[first][1])
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
@@ -264,7 +276,7 @@ class Route:
         named[target] = True
         if np.count_nonzero(named) != len(target):
             raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
-        return CopyPlan(_runs(source, target), self.columns, self.shifts)
+        return CopyPlan(self, _runs(source, target))
 
 
 def route_between(source: Group, target: Group) -> Route:
@@ -348,15 +360,21 @@ def _runs(source: Ints, target: Ints) -> BlockRuns:
     """Maximal runs of block pairs, in order of the source id."""
     if len(source) == 0:
         return BlockRuns(source, target, source, source)
-    order = np.argsort(source, kind="stable")
-    source, target = source[order], target[order]
-    steps = np.diff(target)
+    steps_on = source[1:] - source[:-1]
+    if steps_on.min(initial=1) < 1:
+        order = np.argsort(source, kind="stable")
+        source, target = source[order], target[order]
+        steps_on = source[1:] - source[:-1]
+    steps = target[1:] - target[:-1]
     # Targets are distinct, so a step up can't be followed by a step down: runs never need to be cut between the two.
-    breaks = (np.diff(source) != 1) | (np.abs(steps) != 1)
-    heads = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    counts = np.diff(np.concatenate([heads, [len(source)]]))
-    first_steps = np.concatenate([steps, [1]])[heads]
-    return BlockRuns(source[heads], target[heads], counts, np.where(counts > 1, first_steps, 1))
+    ends = np.append(((steps_on != 1) | (np.abs(steps) != 1)).nonzero()[0] + 1, len(source))
+    heads = np.zeros_like(ends)
+    heads[1:] = ends[:-1]
+    counts = ends - heads
+    step = np.ones_like(counts)
+    long = counts > 1
+    step[long] = steps[heads[long]]
+    return BlockRuns(source[heads], target[heads], counts, step)
 
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
