@@ -18,21 +18,28 @@ from layercast.observe.receipts import MissReason
 
 FULL_GRAPH_STEPS = "full_graph_steps_with_loads"
 COUNTERS = {
-    "transfers": ("outcome", "Loads and saves that have ended, on each rank"),
-    "bytes": ("direction", "Payload bytes moved"),
-    "layers": ("direction", "Layers moved"),
-    "pieces": ("direction", "Runs of adjacent bytes that were copied as one"),
-    "transfer_seconds": ("direction", "Time from a load's first byte to its last"),
-    "exposed_seconds": ("direction", "Time that forwards waited for loads"),
-    "swept_layers": ("direction", "Layers saved after the forward, as no hook announced them"),
-    FULL_GRAPH_STEPS: ("direction", "Forwards without layers' hooks that waited for all their loads first"),
-    "hit_tokens": ("tier", "Tokens promised to requests"),
-    "hits": ("mode", "Requests for which something was loaded, by the way it was"),
-    "misses": ("reason", "Requests for which nothing was loaded"),
+    "transfers": ("outcome", "Loads, saves, disk reads and disk writes that have ended, on each rank"),
+    "bytes": ("direction", "Payload bytes moved, added up over ranks"),
+    "layers": ("direction", "Layers that loads and saves moved, added up over ranks"),
+    "pieces": ("direction", "Copies that loads and saves took: adjacent bytes go as one"),
+    "transfer_seconds": (
+        "direction",
+        "Seconds of each load from when its first bytes were handed over until its last have landed, waits between its "
+        "layers among them; of each disk read or write, from its first file until its last; added up over ranks",
+    ),
+    "exposed_seconds": (
+        "direction",
+        "Seconds that a forward's thread waited at a layer for a load; what a GPU waits by itself is not in it",
+    ),
+    "swept_layers": ("direction", "Layers saved only after the forward, as no hook announced them"),
+    FULL_GRAPH_STEPS: ("direction", "Forwards without layers' hooks (full graphs) that waited for all loads first"),
+    "hit_tokens": ("tier", "Prompt tokens promised from the pool, which need not be computed"),
+    "hits": ("mode", "Requests that were promised tokens from the pool, by the way these are loaded"),
+    "misses": ("reason", "Requests for which nothing was loaded, by the reason"),
 }
 """Counter (its name without "layercast_") to its label and what it counts."""
 STAGING = "staging_bytes"
-PEAKS = {STAGING: ("rank", "Most memory that copies on their way have taken at one time")}
+PEAKS = {STAGING: ("rank", "Most bytes of staging memory that copies have held at one time since the start")}
 """As `COUNTERS`, of what is not added up."""
 
 
