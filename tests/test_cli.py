@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,22 @@ def layercast(*arguments, cwd=None, **environ):
 
 def test_the_version_is_printed():
     assert layercast("--version").stdout == f"layercast {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo", "bench", "why"])
+def test_help_names_every_value_in_capitals_and_says_what_it_is_without_it(command):
+    said = layercast(command, "--help", COLUMNS="80").stdout
+    assert "<" not in said.partition("Options:\n")[2]
+    options = re.split(r"\n  (?=--)", said.partition("Options:\n")[2])
+    for option in options:
+        name, value = re.match(r"\s*(--[\w-]+)( / --[\w-]+| [A-Z+=/]+)?", option).groups()
+        assert value is None or "default" in option.lower(), name
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_the_list_of_commands_cuts_no_sentence():
+    said = layercast("--help", COLUMNS="80").stdout
+    assert "..." not in said.partition("Commands:")[2]
 
 
 def test_doctor_writes_its_findings_as_json(tmp_path):

@@ -36,14 +36,29 @@ app = typer.Typer(
     help="A language model's KV cache, moved layer by layer.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting; may be given several times.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting, such as host_bytes=8GiB; may be given several times. Names end in their unit (_ms, _s, "
+        "_bytes), bytes may have one of their own (MiB, GiB, GB); an unknown name lists all. Default: LAYERCAST_* "
+        "variables, then --config.",
+    ),
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file. Default: none.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON. Default: not.")
+]
+FiguresFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="The figures as JSON. Default: a file in --out.")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -66,11 +81,19 @@ def doctor(
     json: JsonFile = None,
     vllm: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Of a model under vLLM here: a folder, or a name already fetched."),
+        typer.Option(
+            metavar="MODEL",
+            help="Of a model under vLLM here: a folder, or a name already fetched. Default: of this machine.",
+        ),
     ] = None,
     theirs: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Settings of AscendStore, LMCache or NIXL, and what they become."),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Settings of AscendStore, LMCache, NIXL or vLLM's offloading (JSON or YAML), and what they become "
+            "here. Default: none.",
+        ),
     ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -106,12 +129,18 @@ def _print_checks(checks: "tuple[Check, ...]") -> None:
 
 @app.command()
 def why(
-    request: Annotated[str, typer.Argument(help="The request's id, or how it begins.")],
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The request's id, or how it begins.")],
     log: Annotated[
-        Path, typer.Argument(help="The engine's log, at level INFO for `layercast`.", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            metavar="LOG", help="The engine's log, at level INFO for `layercast`.", exists=True, dir_okay=False
+        ),
     ],
 ) -> None:
-    """What the pool did for a request, or why it did nothing: its receipts in an engine's log."""
+    """What the pool did for a request, or why nothing.
+
+    Prints the request's receipts, which are in an engine's log.
+    """
     from layercast.observe.receipts import receipts_in
 
     with log.open(errors="replace") as lines:
@@ -141,22 +170,31 @@ def _instead(request: str, others: list[str]) -> str:
 
 @app.command()
 def demo(
-    json: JsonFile = None,
+    json: FiguresFile = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for timeline.png, timeline.html, trace.json, and demo.json without --json.")
+        Path, typer.Option(metavar="FOLDER", help="Where timeline.png, timeline.html and trace.json go.")
     ] = Path("demo-out"),
     link_gbps: Annotated[
-        float, typer.Option(min=0.0, help="Pace copies to a link of this many gigabits a second; 0 = do not pace.")
+        float,
+        typer.Option(
+            min=0.0, metavar="GBIT/S", help="Pace copies to a link of this many gigabits a second; 0 = do not pace."
+        ),
     ] = LINK_GBPS,
-    dtype: Annotated[Dtype, typer.Option(help="auto: the quicker one here.")] = Dtype.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="TYPE", help="bfloat16, float32, or auto: the quicker one here.")
+    ] = Dtype.AUTO,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder for the converted model (default: layercast in the user's cache).")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where the converted model is kept. Default: layercast in ~/.cache."),
     ] = None,
     vllm: Annotated[bool, typer.Option("--vllm", help="In a vLLM engine on the CPU: cold, bulk, layerwise.")] = False,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """A real small model behind a long shared prefix: cold, bulk, layerwise, push."""
+    """A real small model: cold, bulk, layerwise, push.
+
+    The same long prompt is answered in each of these ways; a table, a picture and JSON tell what each took.
+    """
     from layercast.config import cache_folder, from_sources
 
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
@@ -185,23 +223,28 @@ def demo(
 
 @app.command()
 def bench(
-    what: Annotated[What, typer.Argument(help="What to measure.")],
-    json: JsonFile = None,
-    out: Annotated[Path, typer.Option(help="Folder for the picture, and for the JSON without --json.")] = Path(
-        "bench-out"
-    ),
-    tokens: Annotated[int, typer.Option(min=256, help="layers, peer: tokens that move.")] = 8192,
-    block: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    what: Annotated[What, typer.Argument(metavar="WHAT", help="What to measure: layers, overlap, graph or peer.")],
+    json: FiguresFile = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the picture goes.")] = Path("bench-out"),
+    tokens: Annotated[int, typer.Option(min=256, metavar="TOKENS", help="layers, peer: tokens that move.")] = 8192,
+    block: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens in a block.")] = 16,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="CACHED+NEW", help="overlap, graph: tokens; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            metavar="CACHED+NEW",
+            help="overlap, graph: tokens that are loaded and computed; may be given several times. Default: three.",
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds counted, after one that warms up.")] = 15,
+    repeats: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rounds counted, after one that warms up.")] = 15,
     busy: Annotated[bool, typer.Option(help="overlap: also beside a busy Python thread.")] = True,
     brief: Annotated[
         bool, typer.Option(help="layers, overlap: what an engine would take, and its limits, alone.")
     ] = False,
 ) -> None:
-    """What copies, gates and overlap cost and reach on this machine's GPUs, beside other ways to do the same."""
+    """What copies, gates and overlap cost on GPUs here.
+
+    Each is measured on this machine's GPUs, beside other ways to do the same where these are installed.
+    """
     from layercast.bench.command import LENGTHS, Options, lengths_of, run
     from layercast.bench.report import encoded, write_picture, write_terminal
 
