@@ -36,14 +36,14 @@ class TestCpuMover(MoverLaws):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_mover_whose_thread_has_ended_fails_what_it_had_and_takes_nothing_new():
     line, held, flights = Line("layercast-test"), HostFlight(), [HostFlight() for _ in range(3)]
-    line.submit(flights[:1], lambda _: sys.exit())
-    line.submit(flights[1:2], lambda _: flights[1].land())
-    line.submit(flights[2:], lambda _: flights[2].land(), after=(held,))
+    line.submit(flights[0], lambda _: sys.exit())
+    line.submit(flights[1], lambda _: flights[1].land())
+    line.submit(flights[2], lambda _: flights[2].land(), after=(held,))
     for flight in flights:
         with pytest.raises(BrokenInvariant, match="has ended"):
             flight.wait(5)
     with pytest.raises(Refused):
-        line.submit([HostFlight()], lambda _: None)
+        line.submit(HostFlight(), lambda _: None)
     held.land()
     line.close(5)
 
@@ -54,7 +54,7 @@ def test_a_mover_whose_thread_has_ended_by_itself_says_so(make):
     mover = make()
     assert mover.halted == ""
     flight = HostFlight()
-    mover._line.submit([flight], lambda _: sys.exit())
+    mover._line.submit(flight, lambda _: sys.exit())
     with pytest.raises(BrokenInvariant):
         flight.wait(5)
     assert "restart the engine" in mover.halted

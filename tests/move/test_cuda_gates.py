@@ -49,7 +49,7 @@ def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, move
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     flight = mover.submit(batch)
     flight.wait(SOON_S)
-    flight._done = False  # as if the host had not learned of it yet
+    flight.wave._done = False  # as if the host had not learned of it yet
     word[0] = -1
     gate.open(0, flight)
     timer = threading.Timer(BRIEF_S, word.fill, [flight.number])

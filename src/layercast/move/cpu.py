@@ -27,13 +27,13 @@ class CpuMover(Mover):
             copy(pieces)
             flight.land()
 
-        self._line.submit([flight], run, after, keep)
+        self._line.submit(flight, run, after, keep)
         return flight
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
         """One 64-bit XXH3 a row, once every flight in `after` has landed. Raises Refused once closed."""
         flight = HostDigestFlight()
-        self._line.submit([flight], lambda _ready_at: flight.land_with(digests_of(ranges)), after)
+        self._line.submit(flight, lambda _ready_at: flight.land_with(digests_of(ranges)), after)
         return flight
 
     def mark(self) -> Flight:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
 from layercast.move.raw import digests_of
-from layercast.plan.pieces import DigestRanges, Pieces
+from layercast.plan.pieces import DigestRanges, Pieces, Side
 
 STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
@@ -48,16 +49,15 @@ class _Arm:
     watcher: Watcher
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A batch of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
+class _Orders(NamedTuple):
+    """The batches of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
 
-    pieces: Pieces
-    after: Sequence[Flight]
-    flag: int = 0
-    """Address of a 32-bit word to set behind it; 0 = none."""
-    behind: int = 0
-    """Address of a word that it waits for; 0 = none."""
+    pieces: Sequence[Pieces]
+    after: Sequence[Sequence[Flight]]
+    flags: Sequence[int]
+    """Addresses of 32-bit words to set behind them; 0 = none."""
+    behind: Sequence[int]
+    """Addresses of words that they wait for; 0 = none."""
 
 
 class CudaMover(Mover):
@@ -133,57 +133,52 @@ class CudaMover(Mover):
         if not batches:
             return []
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        orders = [
-            _Order(pieces, hurdles[id(flights)], flag, word)
-            for pieces, flights, flag, word in zip(batches, after, flags, behind, strict=True)
-        ]
+        orders = _Orders(batches, [hurdles[id(flights)] for flights in after], flags, behind)
         return self._submit(self._arm(self._direction(batches)), orders, others, keep)
 
-    def _submit(
-        self, arm: _Arm, orders: list[_Order], others: Sequence[Flight], keep: Sequence[object]
-    ) -> list[CudaFlight]:
-        wave = Wave(arm.lane.tally, len(orders), self._events.take())
-        flights = [CudaFlight(wave, index) for index in range(len(orders))]
+    def _submit(self, arm: _Arm, orders: _Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
+        batches, count = orders.pieces, len(orders.pieces)
+        wave = Wave(arm.lane.tally, count, self._events.take())
 
         def run(_ready_at: float) -> None:
             for flight in others:
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
             self._driver.bind()
-            batches = [order.pieces for order in orders]
             pinned = self._pinned(arm.lane.direction, batches)
             whole = not pinned or arm.lane.way(batches[:1]) is Way.ENGINE
-            for part in [range(len(orders))] if whole else _growing(batches):
+            for part in [range(count)] if whole else _growing(batches):
                 way = Way.ENGINE if whole else arm.lane.way(batches[part.start : part.stop])
                 program = self._program(arm.lane, orders, part, wave, way, pinned=pinned)
                 table = program.table()
-                if part.stop == len(orders):
+                if part.stop == count:
                     wave.begun.set()
                 self._issue(table, program.longest, self._cuts, wave.errors)
             wave.issued.set()
-            arm.watcher.add(flights)
+            arm.watcher.add(wave)
 
         def ended(_: object) -> None:
             """What waits on a device for a batch that was never handed to one must not wait for ever."""
             if not wave.issued.is_set():
                 if wave.queued.is_set():
                     self._driver.bind()
-                    arm.lane.skip(flights[-1].number)
+                    arm.lane.skip(wave.number(count - 1))
                 wave.queued.set()
                 wave.begun.set()
                 wave.issued.set()
 
-        flights[-1].then(ended)
-        arm.line.submit(flights, run, others, keep, wave.queue)
+        wave.then(ended)
+        behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
+        arm.line.submit(wave, run, behind, keep, wave.queue)
         if arm.lane.direction is Direction.UP and not others:
             wave.begun.wait(BEGIN_S)  # a copy from the device has marks to wait for, and nobody waits for it
-        return flights
+        return [CudaFlight(wave, index) for index in range(count)]
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
         """One 64-bit XXH3 a row, computed by the host: device memory is read back for it, so this costs bandwidth."""
         arm = self._arm(Direction.LOCAL)
         flight = HostDigestFlight()
-        arm.line.submit([flight], lambda _ready_at: flight.land_with(self._digests(arm.lane, ranges)), after)
+        arm.line.submit(flight, lambda _ready_at: flight.land_with(self._digests(arm.lane, ranges)), after)
         return flight
 
     def mark(self) -> Flight:
@@ -276,48 +271,46 @@ class CudaMover(Mover):
                 self._arms[direction] = _Arm(lane, Line(name), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
 
-    def _watch(self, marks: Sequence[Mark]) -> None:
-        self._arm(Direction.LOCAL).watcher.add(marks)
+    def _watch(self, mark: Mark) -> None:
+        self._arm(Direction.LOCAL).watcher.add(mark)
 
-    def _program(
-        self, lane: Lane, orders: Sequence[_Order], part: range, wave: Wave, way: Way, *, pinned: bool
-    ) -> Program:
+    def _program(self, lane: Lane, orders: _Orders, part: range, wave: Wave, way: Way, *, pinned: bool) -> Program:
         """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
-        program, batches = Program(EVERYBODYS), [orders[index].pieces for index in part]
+        program = Program(EVERYBODYS)
         started, stream = lane.start(program, way), lane.copy
         passed: set[Flight] = set()
         index = part.start
         while index < part.stop:
-            order = orders[index]
-            for flight in order.after:
+            for flight in orders.after[index]:
                 if flight not in passed:
                     lane.wait(program, way, flight)
                     passed.add(flight)
-            if order.behind:
-                lane.hold_until(program, order.behind, way)
+            if orders.behind[index]:
+                lane.hold_until(program, orders.behind[index], way)
             alike = _alike(orders, range(index, part.stop), passed)
-            program.owner, group = index, batches[index - part.start : index - part.start + alike]
+            program.owner, group = index, orders.pieces[index : index + alike]
             stream = lane.move(program, group, way, wave.number(index), pinned=pinned)
             program.owner = EVERYBODYS
-            if order.flag:
-                program.write(stream, order.flag)
+            if orders.flags[index]:
+                program.write(stream, orders.flags[index])
             index += alike
-        if part.stop == len(orders):
+        if part.stop == len(orders.pieces):
             program.record(wave.event.handle, stream)
         lane.finish(program, way, started, stream)
         return program
 
     def _pinned(self, direction: Direction, batches: Sequence[Pieces]) -> bool:
         """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
-        host = {Direction.UP: ("source",), Direction.DOWN: ("target",)}.get(direction, ("source", "target"))
+        up: tuple[Side, ...] = ("source",)
+        down: tuple[Side, ...] = ("target",)
+        host = {Direction.UP: up, Direction.DOWN: down}.get(direction, (*up, *down))
         first = next((pieces for pieces in batches if len(pieces)), None)
         if first is not None and len(host) == 1:
             at = int(getattr(first, host[0])[0])
             if any(pinning.done and at in pinning for pinning in self._pinnings):
                 return True  # asking for each end again would cost more than writing the program
-        sides = [getattr(pieces, side) for pieces in batches if len(pieces) for side in host]
-        ends = [] if not sides else [min(int(s.min()) for s in sides), max(int(s.max()) for s in sides)]
-        return all(self._driver.kind_of(end) != PAGEABLE for end in ends)
+        ends = [end for side in host for end in _ends(batches, side)]
+        return all(self._driver.kind_of(end) != PAGEABLE for end in ends and (min(ends), max(ends)))
 
     def _digests(self, lane: Lane, ranges: DigestRanges) -> Digests:
         """Digests of ranges anywhere; those of device memory by way of pinned memory, some rows at a time."""
@@ -355,18 +348,28 @@ class CudaMover(Mover):
         return self._read_back[0]
 
 
-def _alike(orders: Sequence[_Order], part: range, passed: set[Flight]) -> int:
+def _alike(orders: _Orders, part: range, passed: set[Flight]) -> int:
     """How many from the first of a part on share its arrays, and have nothing to wait for or to set by themselves."""
-    first = orders[part.start]
-    if first.flag:
+    if orders.flags[part.start]:
         return 1
+    first = arrays_of(orders.pieces[part.start])
     for index in part[1:]:
-        mine, order = first.pieces, orders[index]
-        if arrays_of(order.pieces) != arrays_of(mine) or order.flag or order.behind:
-            return index - part.start
-        if not passed.issuperset(order.after):
+        alone = orders.flags[index] or orders.behind[index] or not passed.issuperset(orders.after[index])
+        if alone or arrays_of(orders.pieces[index]) != first:
             return index - part.start
     return len(part)
+
+
+def _ends(batches: Sequence[Pieces], side: Side) -> list[int]:
+    """The first and the last address of each batch that has any, on one side; counted once for those that share."""
+    nth, ends = (0 if side == "source" else 1), list[int]()
+    seen: dict[int, tuple[int, int]] = {}
+    for pieces in batches:
+        array, shift = (pieces.sources, pieces.targets)[nth], pieces.shift[nth]
+        if (edges := seen.get(id(array))) is None and len(array):
+            edges = seen[id(array)] = int(array.min()), int(array.max())
+        ends += [edge + shift for edge in edges or ()]
+    return ends
 
 
 def _growing(batches: Sequence[Pieces]) -> list[range]:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -83,14 +83,18 @@ class Tally:
         return (int(self._word[0]) - number) & _MOST <= _MOST >> 1
 
 
-class Wave:
+class Wave(HostFlight):
     """The flights of one submission: they are handed over together and end together."""
 
     def __init__(self, tally: Tally, count: int, event: Event) -> None:
+        super().__init__()
         self.tally = tally
         self.event = event
         """Recorded behind the last of them."""
         self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
+        """For each of them the code with which the device has refused it; 0 = none so far."""
+        self.refused: dict[int, LayercastError] = {}
+        """The same, once the wave has ended."""
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = threading.Event()
@@ -109,14 +113,51 @@ class Wave:
         self.tally.queued += len(self.errors)
         self.queued.set()
 
+    def settle(self, driver: Driver) -> None:
+        """End it once the device has done it. For the watcher."""
+        if self.done:
+            return
+        try:
+            driver.sleep_until(self.event.handle)
+        except LayercastError as error:
+            self.fail(error)
+            return
+        for index in self.errors.nonzero()[0].tolist():
+            try:
+                driver.check("a copy", int(self.errors[index]))
+            except LayercastError as error:
+                self.refused[index] = error
+        self.land()
 
-class CudaFlight(HostFlight):
+
+class CudaFlight:
     """One batch of a wave, from submission to landing."""
 
+    __slots__ = ("_index", "wave")
+
     def __init__(self, wave: Wave, index: int) -> None:
-        super().__init__()
         self.wave = wave
         self._index = index
+
+    @property
+    def done(self) -> bool:
+        """Whether its wave has ended. Never blocks."""
+        return self.wave.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it has ended."""
+        return self.wave.error or self.wave.refused.get(self._index)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until it has landed. Raises its error, or DeadlineExceeded."""
+        self.wave.wait(timeout_s)
+        if self.error is not None:
+            raise self.error
+
+    def then(self, call: Callable[[Flight], None]) -> None:
+        """Call `call(self)` once it has ended."""
+        self.wave.then(lambda _: call(self))
 
     @property
     def number(self) -> int:
@@ -144,21 +185,11 @@ class CudaFlight(HostFlight):
         if not (wave.tally.reached(number) or self.done):
             driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
-    def settle(self, driver: Driver) -> None:
-        """End it, whose wave has ended on the device. For the watcher."""
-        if not self.done:
-            try:
-                driver.check("a copy", self.refusal)
-            except LayercastError as error:
-                self.fail(error)
-            else:
-                self.land()
-
 
 class Mark(HostFlight):
     """An event on the caller's stream, recorded when made; nothing watches it until somebody asks."""
 
-    def __init__(self, driver: Driver, event: Event, watch: "Callable[[Sequence[Mark]], None]") -> None:
+    def __init__(self, driver: Driver, event: Event, watch: "Callable[[Mark], None]") -> None:
         super().__init__()
         self.event = event
         self._driver = driver
@@ -195,11 +226,7 @@ class Mark(HostFlight):
     def _ask(self) -> None:
         """Have it watched, once."""
         if self._asked.acquire(blocking=False):
-            self._watch([self])
-
-
-Watched = Sequence[CudaFlight | Mark]
-"""The flights of a wave, or marks."""
+            self._watch(self)
 
 
 class Watcher:
@@ -207,7 +234,7 @@ class Watcher:
 
     def __init__(self, driver: Driver, name: str) -> None:
         self._driver = driver
-        self._flights: queue.SimpleQueue[Watched] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Wave | Mark | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.halted = ""
@@ -215,10 +242,10 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, flights: Watched) -> None:
-        """End these, a wave or a mark, when the event behind the last of them has happened."""
+    def add(self, flight: Wave | Mark) -> None:
+        """End it when its event has happened."""
         with self._lock:
-            self._flights.put(flights)
+            self._flights.put(flight)
             halted = bool(self.halted)
         if halted:
             self._give_up()
@@ -227,43 +254,31 @@ class Watcher:
         """End the thread once all it was given has ended. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
         self._closed = True
-        self._flights.put(())
+        self._flights.put(None)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise DeadlineExceeded(f"{self._thread.name}: copies have not ended within {timeout_s:g} s")
 
     def _run(self) -> None:
-        flights: Watched = ()
+        flight: Wave | Mark | None = None
         try:
             self._driver.bind()
-            while flights := self._flights.get():
-                _settle(self._driver, flights)
-                flights = ()  # what they keep must not live until the next come
+            while (flight := self._flights.get()) is not None:
+                flight.settle(self._driver)
+                flight = None  # what it keeps must not live until the next comes
         finally:
             if not self._closed:
                 with self._lock:
                     self.halted = f"{self._thread.name} has ended, so no copy is known to land; restart the engine"
-                    self._flights.put(flights)
+                    self._flights.put(flight)
                 self._give_up()
 
     def _give_up(self) -> None:
         with suppress(queue.Empty):
             while True:
-                for flight in self._flights.get_nowait():
-                    if not flight.done:
-                        flight.fail(BrokenInvariant(self.halted))
-
-
-def _settle(driver: Driver, flights: Watched) -> None:
-    last = flights[-1]
-    if isinstance(last, CudaFlight):
-        try:
-            driver.sleep_until(last.wave.event.handle)
-        except LayercastError as error:
-            for flight in flights:
-                flight.fail(error)
-    for flight in flights:
-        flight.settle(driver)
+                flight = self._flights.get_nowait()
+                if flight is not None and not flight.done:
+                    flight.fail(BrokenInvariant(self.halted))
 
 
 def standing(flight: Flight) -> bool:

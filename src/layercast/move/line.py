@@ -18,9 +18,9 @@ from layercast.move.flights import HostFlight, first_error
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What to run for some flights. `run` ends them, or sees to it that they are ended later, the last one last."""
+    """What to run for a flight. `run` ends it, or sees to it that it is ended later."""
 
-    flights: Sequence[HostFlight]
+    flight: HostFlight
     run: Callable[[float], None]
     after: tuple[Flight, ...]
     keep: tuple[object, ...]
@@ -29,10 +29,9 @@ class _Job:
     ready_at: float = field(default_factory=time.monotonic)
 
     def fail(self, error: BaseException) -> None:
-        """End those that have not ended."""
-        for flight in self.flights:
-            if not flight.done:
-                flight.fail(error)
+        """End it, if it has not ended."""
+        if not self.flight.done:
+            self.flight.fail(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,19 +58,19 @@ class Line:
 
     def submit(
         self,
-        flights: Sequence[HostFlight],
+        flight: HostFlight,
         run: Callable[[float], None],
         after: Sequence[Flight] = (),
         keep: Sequence[object] = (),
         queued: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run `run(ready_at)` on the thread once all of `after` have ended; it ends `flights`. Never blocks.
+        """Run `run(ready_at)` on the thread once all of `after` have ended; it ends `flight`. Never blocks.
 
         ready_at: seconds of time.monotonic at which nothing but this line held the job back. queued: called as the job
         joins the queue, in the order of the queue.
-        If one of `after` failed, `flights` fail with its error and `run` is not called. Raises Refused once closed.
+        If one of `after` failed, `flight` fails with its error and `run` is not called. Raises Refused once closed.
         """
-        job = _Job(flights, run, tuple(after), tuple(keep), queued)
+        job = _Job(flight, run, tuple(after), tuple(keep), queued)
         with self._changed:
             if self._closed:
                 raise Refused("this mover is closed; make a new one")
@@ -134,9 +133,9 @@ class Line:
     def _enqueue(self, job: _Job) -> None:
         """With the lock held, so that `_queued` has the order of the queue."""
         job.ready_at = time.monotonic()
-        self._queued[job.flights[-1]] = job
+        self._queued[job.flight] = job
         job.queued()
-        job.flights[-1].then(self._forget)
+        job.flight.then(self._forget)
         self._jobs.put(job)
 
     def _arrived(self, job: _Job) -> None:

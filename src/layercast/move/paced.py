@@ -38,7 +38,7 @@ class PacedMover(MoverOver):
             time.sleep(max(0.0, self._free_at - time.monotonic()))
             copied.then(lambda _: flight.land() if copied.error is None else flight.fail(copied.error))
 
-        self._line.submit([flight], run, after, keep)
+        self._line.submit(flight, run, after, keep)
         return flight
 
     @property

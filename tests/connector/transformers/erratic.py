@@ -34,7 +34,7 @@ class ErraticMover(Mover):
         if roll < self._fail:
             before.fail(PeerLost("this copy fails, as the dice said"))
         elif stalled or roll < self._fail + self._nap:
-            self._sleeper.submit([before], lambda _: (time.sleep(stalled + nap), before.land()))
+            self._sleeper.submit(before, lambda _: (time.sleep(stalled + nap), before.land()))
         else:
             before.land()
         return self._movers[which].submit(pieces, after=(*after, before), keep=keep)

@@ -83,7 +83,7 @@ class Troubles:
 
     def dead_thread(self, ids):
         line = self.engine.worker.mover._line
-        line.submit([HostFlight()], lambda _: sys.exit())
+        line.submit(HostFlight(), lambda _: sys.exit())
 
 
 def one(engine, kind, number, references):
