@@ -11,7 +11,13 @@ from layercast.observe.bars import Bars, write_bars
 
 KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
 FLOOR = "floor"
-"""The longer of compute alone, with the prefix in GPU memory, and the link alone."""
+FLOOR_IS = "floor: new tokens computed with the prefix in GPU memory, or the prefix at the link's limit, if longer"
+WORDS = {
+    "layercast": "layercast",
+    "lmcache-bulk": "LMCache 0.5.3, in bulk",
+    "native-256": "vLLM's own offloading,\nblocks of 256 tokens",
+}
+"""Engine to what it is called in the picture."""
 
 
 def hits_of(facts):
@@ -35,11 +41,13 @@ def panels_of(facts):
     """A panel a shape; what is computed anew is left out where it would squeeze the rest."""
     panels = []
     for shape, engines in hits_of(facts).items():
-        hits = {name: value for name, value in engines.items() if name != "recompute"}
+        hits = {WORDS[name]: value for name, value in engines.items() if name != "recompute"}
         values = {FLOOR: floor_ms(facts, shape), **dict(sorted(hits.items(), key=lambda item: item[1]))}
         cold = engines.get("recompute", 0)
-        title = f"{shape.replace('+', ' tokens from the host + ')} new (computed anew: {cold:.0f} ms)"
-        panels.append(Bars(title, "ms to the first token, median", values, FLOOR))
+        cached, new = map(int, shape.split("+"))
+        title = f"{cached:,} tokens from host memory, {new:,} new ones computed (all computed: {cold:,.0f} ms)"
+        of = facts["hits"][f"layercast {shape}"]["hit"]["reps"]
+        panels.append(Bars(title, f"ms to the first token, median of {of}", values, FLOOR))
     return panels
 
 
@@ -47,7 +55,8 @@ def main():
     source, target = sys.argv[1:]
     facts = list(json.loads(Path(source).read_text())["runs"].values())[-1]
     card = facts["link"]["limit"]["card"]
-    write_bars(panels_of(facts), Path(target), f"vLLM 0.26, Llama-3.1-8B's shape, {card}", ["layercast"])
+    title = f"Time to the first token of a hit: vLLM 0.26, Llama-3.1-8B's shape, one {card}"
+    write_bars(panels_of(facts), Path(target), title, ["layercast"], FLOOR_IS)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from layercast.errors import Refused
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OURS, OTHERS, LIMIT = "#0072B2", "#B9B9B9", "#D55E00"
 
@@ -23,31 +24,48 @@ class Bars(msgspec.Struct, frozen=True):
     limit: str = ""
 
 
-def write_bars(panels: Sequence[Bars], path: Path, title: str, ours: Sequence[str]) -> None:
+def write_bars(
+    panels: Sequence[Bars], path: Path, title: str, ours: Sequence[str], limit: str = "what the others are held against"
+) -> None:
     """Draw the panels one below the other as a PNG. ours: how the names of the bars to stand out begin.
 
-    Raises Refused without panels or without matplotlib.
+    limit: what the legend calls the panels' limits. Raises Refused without panels or without matplotlib.
     """
     if not panels:
         raise Refused("nothing to draw: nothing was measured")
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        figure_of(panels, title, tuple(ours), limit).savefig(path)
     except ImportError as error:
         raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
+
+
+def figure_of(panels: Sequence[Bars], title: str, ours: tuple[str, ...], limit: str) -> "Figure":
+    """The picture, with a legend that names every colour in it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     heights = [len(panel.values) + 1.5 for panel in panels]
-    figure = Figure(figsize=(10, 0.8 + 0.3 * sum(heights)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(10, 1.2 + 0.3 * sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
     for ax, panel in zip(axes, panels, strict=True):
-        _draw(ax, panel, tuple(ours))
-    figure.savefig(path)
+        _draw(ax, panel, ours)
+    drawn = {_color(name, panel, ours) for panel in panels for name in panel.values}
+    words = {OURS: "layercast", OTHERS: "others", LIMIT: limit}
+    marks = [Patch(color=color, label=word) for color, word in words.items() if color in drawn]
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _color(name: str, panel: Bars, ours: tuple[str, ...]) -> str:
+    return OURS if name.startswith(ours) else LIMIT if name == panel.limit else OTHERS
 
 
 def _draw(ax: "Axes", panel: Bars, ours: tuple[str, ...]) -> None:
     names, values = list(panel.values), list(panel.values.values())
-    ax.barh(names, values, color=[OURS if name.startswith(ours) else OTHERS for name in names])
+    ax.barh(names, values, color=[_color(name, panel, ours) for name in names])
     for row, value in enumerate(values):
         ax.annotate(f"{value:.3g}", (value, row), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
     if panel.limit in panel.values:
