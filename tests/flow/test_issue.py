@@ -55,8 +55,8 @@ def device():
     device.close(5)
 
 
-def batches(run, count, nbytes):
-    return [Batch(run, "load", (layer,), Pieces.join([]), size=(nbytes, 1)) for layer in range(count)]
+def batches(run, count, nbytes, owner="load"):
+    return [Batch(run, owner, (layer,), Pieces.join([]), size=(nbytes, 1)) for layer in range(count)]
 
 
 def test_what_a_forward_waits_for_goes_to_a_device_in_one_go(device):
@@ -95,6 +95,18 @@ def test_a_newcomers_forward_waits_for_no_more_than_is_queued_of_the_background(
             break
     while device.waves:
         device.end_first()
+    issuer.wait_idle(1)
+
+
+def test_loads_in_the_background_end_one_after_another(device):
+    runs, issuer = [Followed() for _ in range(3)], Issuer(device, depth=2)
+    for nth, run in enumerate(runs):
+        issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), background=True)
+    while device.waves:
+        device.end_first()
+        begun = [bool(run.over) for run in runs]
+        assert all(len(run.over) == 8 for run, later in zip(runs, begun[1:], strict=False) if later)
+    assert all(run.over == list(range(8)) for run in runs)
     issuer.wait_idle(1)
 
 

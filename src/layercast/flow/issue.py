@@ -7,6 +7,7 @@ there `depth`, or AHEAD_BYTES, bounds what goes in the background, behind which 
 Does not know what a batch is for, gates or keys.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -29,7 +30,7 @@ AHEAD_BYTES = 128 << 20
 """What a device is handed in the background, if layers are smaller than that: two or three milliseconds of a link, in
 two halves that end one after the other, so that it never idles while a thread waits for the interpreter."""
 LAST = 1 << 20
-"""Added to the layer of what no forward waits for: it goes after everything that one does."""
+"""Above any layer: from here on what no forward waits for is queued, load after load."""
 
 
 class Run(Protocol):
@@ -93,10 +94,15 @@ class Issuer:
         self.peak_in_flight = 0
 
     def add_loads(self, batches: Iterable[Batch], background: bool = False) -> None:
-        """Queue batches that a layer waits for, or that a request waits for in the background."""
+        """Queue batches that a layer waits for, or that a request waits for in the background.
+
+        There a load goes after those before it: were they to take turns, all would come as late as the last.
+        """
         with self._lock:
-            for batch in batches:
-                self._loads.push(batch, layer=batch.layers[0] + LAST * background, owner=batch.owner)
+            for owner, mine in itertools.groupby(batches, lambda batch: batch.owner):
+                behind = max(LAST, self._loads.last_layer + 1)
+                for batch in mine:
+                    self._loads.push(batch, layer=behind if background else batch.layers[0], owner=owner)
         self._pump()
 
     def hasten(self, owner: str) -> None:

@@ -42,6 +42,11 @@ class DeadlineQueue(Generic[Batch]):
         """The layer of the batch that is to go next. Only where there is one."""
         return min(self._layers)
 
+    @property
+    def last_layer(self) -> int:
+        """The layer behind all that is queued; 0 where nothing is."""
+        return max(self._layers, default=0)
+
     def push(self, batch: Batch, *, layer: int, owner: str) -> None:
         """Queue a batch for the layer that needs it (of a window: its first)."""
         owners = self._layers.setdefault(layer, _Turns()).of(owner)
