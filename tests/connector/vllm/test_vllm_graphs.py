@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from layercast.flow.orders import BlockPairs, LoadOrder, StepOrders, StepReport
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
@@ -21,7 +23,7 @@ class Recording:
 
     def begin(self, orders, after):
         self.calls.append("begin")
-        return SimpleNamespace(wait=self.calls.append)
+        return SimpleNamespace(wait=self.calls.append, number=orders.step)
 
 
 @pytest.fixture
@@ -39,18 +41,50 @@ def hooks():
     return Hooks()
 
 
+def orders_with(what, early=False, step=1):
+    from layercast.connector.vllm.metadata import Orders
+
+    load = LoadOrder("load-1", "hit", 32, (BlockPairs(0, (0, 1), (2, 3)),), 1)
+    return Orders(StepOrders(step, **{what: ("hit",) if what == "joins" else (load,)}), early=early)
+
+
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("what", ["loads", "joins"])
 def test_a_full_graph_that_reads_a_load_or_joins_one_waits_for_all_layers_before_it_starts(hooks, what, full):
     from vllm.config import CUDAGraphMode
 
-    from layercast.connector.vllm.metadata import Orders
-    from layercast.flow.orders import BlockPairs, LoadOrder, StepOrders
-
-    load = LoadOrder("load-1", "hit", 32, (BlockPairs(0, (0, 1), (2, 3)),), 1)
-    orders = StepOrders(1, **{what: (load,) if what == "loads" else ("hit",)})
-    hooks.bind_connector_metadata(Orders(orders))
+    hooks.bind_connector_metadata(orders_with(what))
     assert hooks._worker.calls == []
     mode = CUDAGraphMode.FULL if full else CUDAGraphMode.NONE
     hooks.start_load_kv(SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=mode))
     assert hooks._worker.calls == ["begin", *(range(LAYERS) if full else ())]
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("what", ["loads", "background"])
+def test_a_step_begun_early_is_not_begun_again_and_its_forward_waits_as_ever(hooks, what, full):
+    from vllm.config import CUDAGraphMode
+
+    metadata = orders_with(what, early=True)
+    for _ in range(2):  # by the scheduler's side, then by vLLM's runner
+        hooks.handle_preemptions(metadata)
+        assert hooks._worker.calls == ["begin"]
+    hooks.bind_connector_metadata(metadata)
+    mode = CUDAGraphMode.FULL if full else CUDAGraphMode.NONE
+    hooks.start_load_kv(SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=mode))
+    assert hooks._worker.calls == ["begin", *(range(LAYERS) if full and what == "loads" else ())]
+
+
+def test_only_what_says_so_is_begun_early(hooks):
+    hooks.handle_preemptions(orders_with("loads"))
+    assert hooks._worker.calls == []
+
+
+def test_a_step_begun_early_whose_forward_never_came_is_ended_before_the_next(hooks):
+    hooks.handle_preemptions(orders_with("loads", early=True))
+    hooks._step.judge = lambda *_: hooks._worker.calls.append("judge")
+    hooks._step.quiet_failed = lambda _: None
+    hooks._step.reads, hooks._step.end = (), lambda: StepReport(1, ())
+    hooks.bind_connector_metadata(orders_with("loads", step=2))
+    assert hooks._worker.calls == ["begin", "judge"]
+    assert hooks._step is None

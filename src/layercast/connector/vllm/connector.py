@@ -7,21 +7,27 @@ Where the package is not installed, add kv_connector_module_path="layercast.conn
 """
 
 import logging
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from layercast.config import from_mapping
+from layercast.connector.vllm.metadata import Orders
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
-from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force
+from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force, writes_blocks
 from layercast.connector.vllm.worker import WorkerHooks
 from layercast.observe.receipts import DISK
+from layercast.spec.groups import GroupKind
 
 _log = logging.getLogger("layercast")
 
@@ -56,6 +62,26 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 "kv_role is %r, but nothing is shared with other engines: set disk_path to a folder that they all see",
                 transfer.kv_role,
             )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        """As `SchedulerHooks` says; loads that nothing of vLLM's comes before may begin early.
+
+        Where the worker is in this very process, they do at once.
+        """
+        orders = super().build_connector_meta(scheduler_output)
+        loads = orders.orders is not None and (orders.orders.loads or orders.orders.background)
+        if not loads or not self._steps_apart or writes_blocks(scheduler_output):
+            return orders
+        orders = replace(orders, early=True)
+        if has_kv_transfer_group() and isinstance(worker := get_kv_transfer_group(), WorkerHooks):
+            worker.handle_preemptions(orders)
+        return orders
+
+    @cached_property
+    def _steps_apart(self) -> bool:
+        """Whether all of a step is queued before the next is scheduled, and vLLM moves no recurrent states itself."""
+        drafts = self._vllm_config.speculative_config is not None
+        return not drafts and all(spec.kind is not GroupKind.RECURRENT for spec in self._side.specs)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Where a request's hit came from, for vLLM's own metrics."""

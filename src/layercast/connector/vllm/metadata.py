@@ -24,13 +24,15 @@ class Orders(KVConnectorMetadata):
     """What to move during a step, from the scheduler to every worker; None: nothing.
 
     lost_blocks, lost_requests: promised to a forward, or to a waiting request, and gone before they could be leased.
-    misled: requests that read the lost blocks in this forward.
+    misled: requests that read the lost blocks in this forward. early: whether loads may begin before vLLM prepares the
+    step's inputs, as nothing that it does then touches their blocks.
     """
 
     orders: StepOrders | None = None
     lost_blocks: frozenset[int] = frozenset()
     lost_requests: frozenset[str] = frozenset()
     misled: tuple[str, ...] = ()
+    early: bool = False
 
 
 NOTHING = Orders()

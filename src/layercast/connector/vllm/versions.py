@@ -79,6 +79,11 @@ def failed_requests(output: KVConnectorOutput) -> Iterable[str]:
     return found
 
 
+def writes_blocks(output: SchedulerOutput) -> bool:
+    """Whether vLLM itself writes into blocks of the step (zeroes, copies on write) before its forward."""
+    return bool(getattr(output, "new_block_ids_to_zero", None) or getattr(output, "kv_cache_block_copies", None))
+
+
 def extra_keys(request: Request, start: int, end: int, medium: int) -> tuple[list[tuple[object, ...]], int]:
     """(what else the tokens [start, end) depend on, tagged, the next medium); as vLLM finds it.
 

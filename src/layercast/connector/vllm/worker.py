@@ -89,17 +89,23 @@ class WorkerHooks(KVConnectorBase_V1):
         """What the scheduler side must know of this rank."""
         return self._handshake
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step's loads as early as may be: they gain what vLLM takes to prepare the forward's inputs."""
+        if isinstance(kv_connector_metadata, Orders) and kv_connector_metadata.early and self._step is None:
+            assert kv_connector_metadata.orders is not None
+            self._begin(kv_connector_metadata.orders)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. One whose forward reads loads waits for `start_load_kv`, which comes before that forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
-        if self._step is not None:  # the last forward raised, and nothing of it was ended
-            self._end()
+        orders = connector_metadata.orders
+        if self._step is not None and (orders is None or self._step.number != orders.step):
+            self._end()  # the last forward raised, and nothing of it was ended
         self._failed_blocks |= connector_metadata.lost_blocks
         if connector_metadata.misled:
             self._note(StepReport(-1, connector_metadata.misled))
-        orders = connector_metadata.orders
-        if orders is not None and not (orders.loads or orders.joins):
+        if orders is not None and not (self._step or orders.loads or orders.joins):
             self._begin(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
@@ -109,9 +115,12 @@ class WorkerHooks(KVConnectorBase_V1):
         in any forward, layers whose hooks were never seen to be called.
         """
         metadata = self._connector_metadata
-        if not isinstance(metadata, Orders) or metadata.orders is None or self._step is not None:
+        if not isinstance(metadata, Orders) or metadata.orders is None:
             return
-        self._begin(metadata.orders)
+        if self._step is None:
+            self._begin(metadata.orders)
+        elif not metadata.early or not (metadata.orders.loads or metadata.orders.joins):
+            return
         called = (
             forward_context.attn_metadata is not None
             and "attn_metadata" not in kwargs
