@@ -4,10 +4,11 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 
 from layercast.errors import Refused
-from layercast.observe.pictures import Panel, scales_ms, write_html, write_png
+from layercast.observe.pictures import Panel, figure_of, scales_ms, write_html, write_png
 from layercast.observe.timeline import Span, SpanKind
 from layercast.observe.traces import write_trace
 
@@ -41,6 +42,16 @@ def test_a_png_is_drawn_for_any_number_of_panels(tmp_path, panels):
     path = tmp_path / "t.png"
     write_png([panel(str(number)) for number in range(panels)], path, "a title")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("note", ["", "as wide as it may be " * 4, "a note much longer than a panel is wide " * 8])
+def test_no_words_of_a_png_reach_beyond_it_or_narrow_its_panels(note):
+    figure = figure_of([msgspec.structs.replace(panel(str(n)), note=note) for n in range(4)], "a title")
+    figure.draw_without_rendering()
+    words = [*figure.texts, *figure.legends[0].get_texts(), *(text for ax in figure.axes for text in ax.texts)]
+    assert len(words) > 8
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in words)
+    assert all(ax.get_position().width > 0.4 for ax in figure.axes)
 
 
 def test_the_page_needs_nothing_else_and_names_every_bar(tmp_path):

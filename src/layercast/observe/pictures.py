@@ -4,6 +4,7 @@ Knows spans only. matplotlib is imported when a PNG is drawn, never before.
 """
 
 import html
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from layercast.observe.timeline import Span, SpanKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     SpanKind.COMPUTE: "#0072B2",
@@ -40,6 +42,8 @@ HOW_TO_READ = (
 LANES = dict.fromkeys((SpanKind.COMPUTE, SpanKind.REMOTE, SpanKind.WAIT), (0.06, 0.50))
 """Top and height of a kind's bar inside its row of height 1; copies lie in the lower part."""
 COPY_LANE = (0.58, 0.36)
+NOTE_LETTERS = 90
+"""In a line of a note; as many as are as wide as a panel."""
 
 
 class Panel(msgspec.Struct, frozen=True):
@@ -84,12 +88,18 @@ def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
     """Draw the panels to `path` as a PNG. Raises Refused without panels or without matplotlib."""
     _check(panels)
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.patches import Patch
+        figure_of(panels, title).savefig(path)
     except ImportError as error:
         raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
+
+
+def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
+    """The panels, two a row, under a title and above a legend."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.patches import Patch
+
     rows = (len(panels) + 1) // 2
     columns = min(2, len(panels))
     spacing = ConstrainedLayoutEngine(h_pad=0.10, w_pad=0.08, hspace=0.05)
@@ -108,7 +118,7 @@ def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
         for kind in shown
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10)
-    figure.savefig(path)
+    return figure
 
 
 def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
@@ -140,8 +150,9 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
     ax.set_yticks([row_of[layer] + 0.5 for layer in shown], [str(layer) for layer in shown])
     ax.set_xlabel("ms since the request")
     ax.set_ylabel("layer")
-    ax.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=22 if panel.note else 6)
-    ax.annotate(panel.note, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=9.5, color="#444")
+    note = textwrap.wrap(panel.note, NOTE_LETTERS)
+    ax.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=8 + 14 * len(note))
+    ax.annotate("\n".join(note), (0, 1), (0, 6), "axes fraction", "offset points", fontsize=9.5, color="#444")
     ax.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
