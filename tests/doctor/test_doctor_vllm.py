@@ -50,6 +50,7 @@ def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
     [
         ("vllm", {"vllm": None}, Level.WARNING, "not installed"),
         ("vllm", {"command": False}, Level.WARNING, "does not start"),
+        ("vllm", {"vllm": "0.25.1"}, Level.WARNING, "0.26 to 0.33"),
         ("allocator", {"expandable": True}, Level.ERROR, "expandable_segments"),
         ("plugin", {"plugin": False}, Level.NOTE, "not installed beside vLLM"),
         ("plugin", {"allowed": False}, Level.WARNING, "VLLM_PLUGINS"),

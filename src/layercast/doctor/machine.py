@@ -184,7 +184,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         Check("python", Level.OK, f"Python {facts.python}"),
         _torch(facts),
         _transformers(facts),
-        _vllm(facts),
+        judge_vllm(facts.vllm),
         judge_cards(facts.gpu, facts.cards, facts.visible),
         _memory(facts),
         _memlock(facts),
@@ -251,17 +251,18 @@ def _transformers(facts: Facts) -> Check:
     return Check("transformers", Level.OK, f"transformers {found}")
 
 
-def _vllm(facts: Facts) -> Check:
-    if facts.vllm is None:
+def judge_vllm(found: str | None) -> Check:
+    """found: its version, None where it is not installed."""
+    if found is None:
         return Check("vllm", Level.NOTE, "vLLM is not installed; only its connector needs it.")
-    if not OLDEST_VLLM <= numbers(facts.vllm) <= NEWEST_VLLM:
+    if not OLDEST_VLLM <= numbers(found) <= NEWEST_VLLM:
         return Check(
             "vllm",
             Level.WARNING,
-            f"vLLM {facts.vllm}: the connector is made for 0.26 to 0.33.",
+            f"vLLM {found}: the connector is made for 0.26 to 0.33.",
             "Use one of these, or compare a few answers with and without the connector first.",
         )
-    return Check("vllm", Level.OK, f"vLLM {facts.vllm}")
+    return Check("vllm", Level.OK, f"vLLM {found}")
 
 
 def _memory(facts: Facts) -> Check:

@@ -14,7 +14,7 @@ import msgspec
 from layercast.config import Config, size
 from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers
-from layercast.doctor.machine import Facts
+from layercast.doctor.machine import Facts, judge_vllm
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
 
@@ -156,7 +156,7 @@ def _engine(at: Setup) -> Check:
             f"vLLM {at.vllm} is here under another package's name, so its command `vllm` does not start.",
             "make demo-vllm gives it the name; or: python -m vllm.entrypoints.openai.api_server --model MODEL ...",
         )
-    return Check("vllm", Level.OK, f"vLLM {at.vllm}")
+    return judge_vllm(at.vllm)
 
 
 def _allocator(at: Setup) -> Check | None:
