@@ -72,11 +72,11 @@ class Bench:
         table = [[*range(1, blocks + 100)]]
         cold, warm = f"cold-{tokens}-{nth}", f"warm-{tokens}-{nth}"
         self.timed(f"{label}match {tokens} cold", lambda: side.match(prompt, None, 0, cold))
-        self.timed(f"{label}match {tokens} repeated", lambda: side.match(prompt, None, 0, cold))
         order = self.timed(f"{label}save_order {blocks} fresh", lambda: side.save_order(cold, prompt, 0, tokens, table))
+        self.timed(f"{label}name {blocks}, behind the forward", side.name)
         self.saved(order, f"{label}settle save {blocks}")
-        side.match(prompt, None, 0, warm)
-        match = self.timed(f"{label}match {tokens} hit", lambda: side.match(prompt, None, 0, warm))
+        self.timed(f"{label}match {tokens} hit", lambda: side.match(prompt, None, 0, warm))
+        match = self.timed(f"{label}match {tokens} hit, asked again", lambda: side.match(prompt, None, 0, warm))
         load = self.timed(f"{label}load_order {blocks}", lambda: side.load_order(warm, match, table))
         self.loaded(load, f"{label}settle load {blocks}")
         for more in (1, 8, 1, 8):

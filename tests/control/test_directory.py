@@ -392,7 +392,7 @@ def test_a_reservation_outlives_any_deadline_since_its_copy_may_still_write():
 
 def test_slots_ascend_with_the_engine_blocks_that_hold_the_bytes():
     pool, _ = directory(8)
-    save = pool.reserve("a", [keys(0, 1, 2, 3, 4)], [{1: 9, 2: 8, 3: 7, 4: 11}])
+    save = pool.reserve("a", [keys(0, 1, 2, 3, 4)], [([1, 2, 3, 4], [9, 8, 7, 11])])
     assert save.indices == ((3, 2, 1, 4),)
     assert save.slots == ((0, 1, 2, 3),)
     assert pool.commit(save.id)
@@ -492,6 +492,7 @@ class AnySequence(RuleBasedStateMachine):
         self.leases = []
         self.saves = []
         self.ended_saves = []
+        self.unnamed = {}
 
     def stored(self, group):
         return {k for k in EVERY if self.pool.present(group, [k])[0]}
@@ -513,7 +514,7 @@ class AnySequence(RuleBasedStateMachine):
         self.pool.expire(self.clock())
         wanted = (first, second)
         before = [self.stored(group) for group in range(2)]
-        being_saved = [{k for save, names, _ in self.live_saves() for k in names[group]} for group in range(2)]
+        being_saved = [self.saving_keys(group) for group in range(2)]
         new = [list(dict.fromkeys(k for k in wanted[g] if k not in before[g] | being_saved[g])) for g in range(2)]
         busy = [len(self.held_slots(g) | self.saving_slots(g)) for g in range(2)]
         own = [{k for k in wanted[g] if k in before[g] and k not in self.leased_and_stored(g)} for g in range(2)]
@@ -541,6 +542,54 @@ class AnySequence(RuleBasedStateMachine):
                 reports = [self.pool.commit(save.id, rank) for rank in range(RANKS)]
                 assert reports == [False] * (RANKS - 1) + [True]
                 self.settle(save, new, ended, True, True)
+
+    def saving_keys(self, group):
+        return {k for _, names, _ in self.live_saves() for k in names[group] if k is not None}
+
+    @rule(first=some_keys, second=some_keys, known=st.integers(0, 3))
+    def reserve_what_has_no_names_yet(self, first, second, known):
+        wanted = (first, second)
+        lists = [names[:known] for names in wanted]
+        before = [self.stored(group) for group in range(2)]
+        try:
+            save = self.pool.reserve("r", lists, [(range(len(names)), ()) for names in wanted])
+        except Full:
+            assert [self.stored(group) for group in range(2)] == before
+            return
+        for group in range(2):
+            slots = set(save.slots[group])
+            assert not slots & (self.held_slots(group) | self.saving_slots(group))
+            assert before[group] & set(lists[group]) <= self.stored(group), "its own prefix was evicted"
+            self.bytes_of[group].update(dict.fromkeys(slots))
+        if save.blocks:
+            names = [[None] * len(slots) for slots in save.slots]
+            self.saves.append((save, names, set()))
+            self.unnamed[save.id] = (wanted, lists)
+            if not any(len(names) > known for names in wanted):
+                self.named(save, names, before)
+
+    @precondition(lambda self: self.unnamed)
+    @rule(data=st.data())
+    def name(self, data):
+        name = data.draw(st.sampled_from(sorted(self.unnamed)))
+        wanted, lists = self.unnamed[name]
+        before = [self.stored(group) | self.saving_keys(group) for group in range(2)]
+        for named, every in zip(lists, wanted, strict=True):
+            named[:] = every
+        self.pool.name(name)
+        for save, names, _ in self.live_saves():
+            if save.id == name:
+                self.named(save, names, before)
+        self.unnamed.pop(name, None)
+
+    def named(self, save, names, known):
+        """What is known by then gets no second name."""
+        wanted, _ = self.unnamed.pop(save.id)
+        for group in range(2):
+            names[group][:] = [
+                None if (k := wanted[group][index]) in known[group] else k for index in save.indices[group]
+            ]
+            assert sorted(save.keys[group]) == sorted(k for k in names[group] if k is not None)
 
     def leased_and_stored(self, group):
         """Keys whose present block is leased (not an older, dropped one of the same key)."""
@@ -579,7 +628,7 @@ class AnySequence(RuleBasedStateMachine):
         if visible:
             for group in range(2):
                 self.bytes_of[group].update(zip(save.slots[group], names[group], strict=True))
-                assert set(names[group]) <= self.stored(group)
+                assert set(names[group]) - {None} <= self.stored(group)
         if over or not live:
             self.saves = [other for other in self.saves if other[0] is not save]
             self.ended_saves.append(save.id)

@@ -6,7 +6,7 @@ import pytest
 
 from layercast.config import Config
 from layercast.control.node import scheduler_side
-from layercast.control.scheduler import WorkerFacts
+from layercast.control.scheduler import AT_ONCE, WorkerFacts
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
@@ -85,6 +85,79 @@ def test_what_is_rather_computed_is_not_said_to_be_coming(quiet):
         assert side.match([9, *TOKENS]).tokens == 8 * BLOCK
 
 
+LONG = list(range(BLOCK * (AT_ONCE + 2)))
+"""Tokens of more blocks than are named with the order that saves them."""
+
+
+def saving(side, request, tokens=LONG):
+    blocks = len(tokens) // BLOCK
+    return side.save_order(request, tokens, 0, len(tokens), [list(range(1, blocks + 1))])
+
+
+def test_many_blocks_get_their_names_behind_the_order_and_are_found_as_ever():
+    side = side_of(100)
+    first = saving(side, "first")
+    assert len(side.directory._shelves[0].unnamed) == AT_ONCE + 2
+    assert side.match([*LONG, 0]).coming == len(LONG), "whoever asks is told by name"
+    assert saving(side, "second") is None, "they are saved once"
+    side.settle(saved(first))
+    assert side.match([*LONG, 0]).tokens == len(LONG)
+    assert side.idle
+    side.directory.check()
+
+
+def test_many_blocks_that_the_pool_has_for_a_part_are_saved_for_the_rest():
+    side = side_of(100)
+    part = LONG[: 20 * BLOCK]
+    side.settle(saved(saving(side, "part", part)))
+    (pairs,) = (order := saving(side, "all")).pairs
+    assert len(pairs.slots) == AT_ONCE + 2 - 20
+    assert pairs.blocks == tuple(range(21, AT_ONCE + 3))
+    side.settle(saved(order))
+    assert side.match([*LONG, 0]).tokens == len(LONG)
+    assert side.directory.room() == (100,)
+    side.directory.check()
+
+
+def test_a_block_that_the_pool_has_behind_one_it_has_not_is_saved_once_all_the_same():
+    """Nobody has looked for it; its second slot is free when the save has ended."""
+    side = side_of(100)
+    side.settle(saved(saving(side, "all")))
+    side.directory.forget(0, side.match([*LONG, 0]).keys[:1][0][:1])
+    side.directory.record()
+    order = saving(side, "again")
+    assert len(order.pairs[0].slots) == AT_ONCE + 2
+    side.settle(saved(order))
+    assert side.match([*LONG, 0]).tokens == len(LONG)
+    assert [len(change.keys) for change in side.directory.changes.take()] == [1]
+    assert side.directory._shelves[0].table.used_count == AT_ONCE + 2
+    side.directory.check()
+
+
+def test_blocks_that_turn_out_to_have_no_name_are_not_kept():
+    side = side_of(100)
+    unnamed = {AT_ONCE: [Extra(ExtraKind.ADAPTER, b"")]}
+    order = side.save_order("r", LONG, 0, len(LONG), [list(range(1, AT_ONCE + 3))], unnamed)
+    side.settle(saved(order))
+    assert side.match([*LONG, 0]).tokens == BLOCK, "its name was asked for before"
+    assert side.directory._shelves[0].table.used_count == 1
+    assert side.idle
+    side.directory.check()
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_save_that_fails_before_its_blocks_have_names_leaves_nothing(renewed):
+    side = side_of(100)
+    order = saving(side, "r")
+    if renewed:
+        side.renew()
+    side.settle(saved(order, good=renewed))
+    assert side.match([*LONG, 0]).coming == 0
+    assert side.directory._shelves[0].table.used_count == 0
+    assert side.idle
+    side.directory.check()
+
+
 def test_a_save_that_failed_on_one_rank_is_never_visible():
     side = side_of(16, 16)
     order = side.save_order("cold", TOKENS, 0, len(TOKENS), [TABLE])
@@ -135,9 +208,9 @@ def test_tokens_that_the_engine_holds_are_not_loaded_again(held):
     store(side)
     match = side.match(TOKENS, local_tokens=held * BLOCK)
     if held == 8:
-        assert (match.tokens, match.needed, match.miss) == (0, ((),), MissReason.HELD)
+        assert (match.tokens, match.needed, match.miss) == (0, (range(0),), MissReason.HELD)
     else:
-        assert (match.tokens, match.needed) == (8 * BLOCK, (tuple(range(held, 8)),))
+        assert (match.tokens, match.needed) == (8 * BLOCK, (range(held, 8),))
 
 
 def test_the_threshold_counts_only_what_would_be_loaded():

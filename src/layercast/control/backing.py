@@ -77,7 +77,7 @@ class Backing:
     def seek(self, request: str, keys: Keys, tokens: int) -> None:
         """Look for what the slab lacks of a prompt of `tokens`, whose keys are `keys` by group. Returns at once."""
         keys = [named[: (tokens - 1) // spec.block_size] for named, spec in zip(keys, self._specs, strict=True)]
-        here = [self.directory.coming(group, named) for group, named in enumerate(keys)]
+        here = [[*map(self.directory.has(group, coming=True), named)] for group, named in enumerate(keys)]
         if self.there and request not in self._searches and not all(map(all, here)):
             self._last = self._looking.submit(_look, self._stores, keys)
             self._searches[request] = _Search(tokens, keys, self._last)
@@ -188,12 +188,11 @@ class Backing:
 
     def _fetch(self, request: str, search: _Search) -> None:
         """Order what lengthens the prefix that can be used, as far as the slab has room."""
-        here = [self.directory.coming(group, named) for group, named in enumerate(search.keys)]
+        here = [[*map(self.directory.has(group, coming=True), named)] for group, named in enumerate(search.keys)]
         wanted = lengthening(self._specs, here, search.found.result(), search.tokens, self._least)
         for part in _parts(wanted):
             try:
-                held = [{index: index for index in indices} for indices in part]
-                reservation = self.directory.reserve(request, search.keys, held)
+                reservation = self.directory.reserve(request, search.keys, [(indices, ()) for indices in part])
             except Full:
                 return
             if reservation.blocks:

@@ -16,6 +16,7 @@ import msgspec
 
 from layercast.control.changes import Changes
 from layercast.control.shelf import Absence, Shelf
+from layercast.control.tables import Held
 from layercast.errors import Full, Missing, Refused
 
 __all__ = ["Absence", "Directory", "Lease", "LeaseState", "Reservation", "Stats"]
@@ -49,7 +50,8 @@ class Lease:
 class Reservation(msgspec.Struct, frozen=True):
     """Slots to save into: for each group the indices of the keys to be saved, their slots, and the keys themselves.
 
-    It lasts until every rank has reported, however long: a slot that a copy may still reach can't be another's.
+    keys: as far as they have names; more come with `Directory.name`. It lasts until every rank has reported, however
+    long: a slot that a copy may still reach can't be another's.
     """
 
     id: str
@@ -88,7 +90,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Saving:
-    """A reservation under way. chains: the keys of the whole prefix, by group.
+    """A reservation under way. chains: the keys of the whole prefix, by group, as far as they are known.
 
     ended: ranks that have, with their bytes or without; failed: whether one has without.
     """
@@ -150,11 +152,6 @@ class Directory:
         stored = self._shelves[group].stored
         return [key in stored for key in keys]
 
-    def coming(self, group: int, keys: Keys) -> list[bool]:
-        """Whether each key can be leased now, or once the saves under way have landed."""
-        shelf = self._shelves[group]
-        return [key in shelf.stored or key in shelf.saving for key in keys]
-
     def absences(self, group: int, keys: Keys) -> list[Absence | None]:
         """Why each key can't be leased now; None where it can."""
         shelf = self._shelves[group]
@@ -183,7 +180,7 @@ class Directory:
     def stats(self) -> Stats:
         """What has been counted so far."""
         return Stats(
-            misses=dict(self._misses),
+            misses=dict(+self._misses),
             evictions=sum(shelf.evictions for shelf in self._shelves),
             **{name: self._counts[name] for name in _COUNTED},
         )
@@ -192,6 +189,10 @@ class Directory:
     def slots(self) -> tuple[int, ...]:
         """Slots of each group, free or not."""
         return tuple(shelf.table.slots for shelf in self._shelves)
+
+    def has(self, group: int, coming: bool = False) -> Callable[[bytes], bool]:
+        """Whether a key can be leased now. coming: or once the saves under way have landed."""
+        return self._shelves[group].has(coming)
 
     # ---- leases ----
 
@@ -253,23 +254,26 @@ class Directory:
         self,
         request: str,
         keys: Sequence[Keys],
-        held: Sequence[dict[int, int]] | None = None,
+        held: Sequence[Held] | None = None,
         tokens: Sequence[int] = (),
     ) -> Reservation:
         """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
 
         keys: the whole prefix, so that it is kept in one piece: none of it is evicted for the rest, and the first
-        keys last to go; the lists may grow later. held: for each group, index of a key to the engine block that has its
-        bytes, ascending; only these are looked at and saved (None: all), and slots ascend with the blocks, so that
-        neighbours stay neighbours. tokens: as in `Change`.
+        keys last to go. The lists may grow later; where something is held behind their ends, all of it gets its names
+        then (`name`).
+        held: for each group what is looked at and saved (None: all); slots ascend with the blocks, so that neighbours
+        stay neighbours. tokens: as in `Change`.
         Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
         self.expire(self.clock())
         if held is None:
-            held = [{index: index for index in range(len(named))} for named in keys]
-        wanted = []
-        for group, ((shelf, named), blocks) in enumerate(zip(self._by_group(keys), held, strict=True)):
-            indices = tuple(sorted(shelf.unknown(named, blocks), key=blocks.__getitem__))
+            held = [(range(len(named)), ()) for named in keys]
+        wanted: list[tuple[Shelf, tuple[int, ...]]] = []
+        for group, ((shelf, named), (some, blocks)) in enumerate(zip(self._by_group(keys), held, strict=True)):
+            indices = tuple(shelf.unknown(named, some))
+            if blocks and list(blocks) != sorted(blocks):
+                indices = tuple(sorted(indices, key=dict(zip(some, blocks, strict=True)).__getitem__))
             room = shelf.room()
             if len(indices) > room - len(named):  # else it need not be known how much of that is its own prefix
                 room = shelf.room(named)
@@ -279,18 +283,26 @@ class Directory:
                     f"{request}: {len(indices)} blocks to save in group {group}, room for {room} of "
                     f"{shelf.table.slots}; save fewer, or raise host_bytes"
                 )
-            wanted.append((shelf, named, indices, [named[i] for i in indices]))
-        slots = []
-        for (shelf, named, indices, fresh), blocks in zip(wanted, held, strict=True):
-            self._missed(shelf.gone(fresh), len(fresh))
-            slots.append(shelf.reserve(named, indices))
-            if blocks:
-                shelf.touch(named[max(blocks)])
-        _, _, indices_of_all, fresh_of_all = zip(*wanted, strict=True)
-        reservation = Reservation(self._id("save"), request, indices_of_all, tuple(slots), fresh_of_all)
+            wanted.append((shelf, indices))
+        slots = tuple([shelf.reserve(named, indices) for (shelf, indices), named in zip(wanted, keys, strict=True)])
+        names: tuple[list[bytes], ...] = tuple([] for _ in wanted)
+        reservation = Reservation(self._id("save"), request, tuple([indices for _, indices in wanted]), slots, names)
+        if all(not some or some[-1] < len(named) for (some, _), named in zip(held, keys, strict=True)):
+            self._name(reservation, keys)
+        for (shelf, _), named, (some, _) in zip(wanted, keys, held, strict=True):
+            if some:
+                shelf.newest(named, some[-1])
         if reservation.blocks:
             self._savings[reservation.id] = _Saving(reservation, tuple(keys), tokens)
         return reservation
+
+    def name(self, reservation: str) -> None:
+        """The lists of keys have grown: give the blocks of a reservation their names, if it has not ended.
+
+        One that others have stored meanwhile, or are saving, gets none, and its slot is free when the save has ended.
+        """
+        if (saving := self._savings.get(reservation)) is not None:
+            self._name(saving.reservation, saving.chains)
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
         """One rank has every byte of its part in place. Whether the blocks became visible by this report."""
@@ -342,30 +354,35 @@ class Directory:
             return False
         del self._savings[name]
         fresh = saving.reservation.keys
-        if saving.failed:
-            for shelf, keys in zip(self._shelves, fresh, strict=True):
+        for shelf, keys, slots in zip(self._shelves, fresh, saving.reservation.slots, strict=True):
+            shelf.unreserve(slots)
+            if saving.failed:
                 shelf.revoke(keys)
+            else:
+                shelf.commit(keys)
+                self._counts["saved"] += len(keys)
+        if saving.failed:
             self._counts["saves_failed"] += 1
             return False
-        for shelf, keys in zip(self._shelves, fresh, strict=True):
-            shelf.commit(keys)
-            self._counts["saved"] += len(keys)
         if self.changes is not None:
-            for group, indices in enumerate(saving.reservation.indices):
-                self.changes.stored(group, saving.chains[group], indices, saving.tokens)
+            for group, (chain, indices) in enumerate(zip(saving.chains, saving.reservation.indices, strict=True)):
+                named = set(fresh[group])
+                visible = [index for index in indices if index < len(chain) and chain[index] in named]
+                self.changes.stored(group, chain, visible, saving.tokens)
         return True
+
+    def _name(self, reservation: Reservation, chains: Sequence[Keys]) -> None:
+        every = zip(self._shelves, chains, reservation.indices, reservation.slots, reservation.keys, strict=True)
+        for shelf, keys, indices, slots, names in every:
+            if fresh := shelf.name(keys, indices, slots):
+                self._misses.update(gone := shelf.gone(fresh))
+                self._misses[Absence.NEVER] += len(fresh) - len(gone)
+                names.extend(fresh)
 
     def _unpin(self, lease: Lease) -> None:
         (self._kept if lease.id in self._kept else self._leases).pop(lease.id)
         for shelf, slots in zip(self._shelves, lease.slots, strict=True):
             shelf.unpin(slots)
-
-    def _missed(self, gone: Sequence[Absence], blocks: int) -> None:
-        """Count blocks that a save has to store, those of them that had been dropped by reason."""
-        if gone:
-            self._misses.update(gone)
-        if never := blocks - len(gone):
-            self._misses[Absence.NEVER] += never
 
     def _by_group(self, keys: Sequence[Keys]) -> Iterator[tuple[Shelf, Keys]]:
         if len(keys) != len(self._shelves):

@@ -4,22 +4,22 @@ Talks to the worker side of every rank by orders and reports alone, which may cr
 belong to one thread. Knows block numbers and tokens, never tensors, attention or how bytes move.
 """
 
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import lcm
-from typing import cast
 
 import msgspec
 
 from layercast.config import Config
 from layercast.control.backing import Backing
-from layercast.control.directory import Directory, Lease, LeaseState, Reservation
+from layercast.control.directory import Directory, Lease, LeaseState
+from layercast.control.names import Chain, Names, presence
 from layercast.control.rates import Chooser
 from layercast.control.shelf import Absence
-from layercast.errors import BadBlocks, Full, Missing, NotCacheable
+from layercast.control.tables import Table, allocated, at_indices, blocks_at, ending
+from layercast.errors import Full, Missing, NotCacheable
 from layercast.flow.orders import (
     BlockPairs,
     LoadEnd,
@@ -32,26 +32,25 @@ from layercast.flow.orders import (
 from layercast.observe.receipts import MissReason
 from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode
 from layercast.plan.prefix import Usable, usable_prefix
-from layercast.spec.groups import GroupKind, GroupSpec
-from layercast.spec.keys import ExtrasOf, Identity, continued_keys, extras_for
+from layercast.spec.groups import GroupSpec
+from layercast.spec.keys import ExtrasOf, Identity
 
-RENEWED = " renewed "
-
-Table = Sequence[int | None]
-"""Engine block of each block index of one group; None where none is allocated."""
+AT_ONCE = 32
+"""Most blocks that are named by the order that saves them; the names of more are hashed while the device computes."""
 
 
 class Match(msgspec.Struct, frozen=True):
     """What the pool can bring in for a prompt.
 
     tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
-    beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. miss: why tokens is 0.
-    coming: usable leading tokens once the saves under way have landed, if these are more and worth a load; else 0.
+    beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. keys: of all full blocks, hashed
+    when they are asked for. miss: why tokens is 0. coming: usable leading tokens once the saves under way have landed,
+    if these are more and worth a load; else 0.
     """
 
     tokens: int
-    needed: tuple[tuple[int, ...], ...]
-    keys: tuple[tuple[bytes, ...], ...]
+    needed: tuple[range, ...]
+    keys: tuple[Sequence[bytes], ...]
     decision: Decision = NO_HIT
     miss: MissReason | None = None
     coming: int = 0
@@ -117,12 +116,12 @@ class SchedulerSide:
         self.backing = backing or Backing(directory, (), specs, 0)
         self.config = config
         self.specs = tuple(specs)
-        self._identities = {identity: identity.digest() for identity in identities}
-        """Each group's, and the root of its chains of keys."""
+        self._names = Names(specs, identities)
+        self._unnamed: list[tuple[str, tuple[Chain, ...]]] = []
+        """Reservations whose blocks have no names yet, and these names."""
         self._shared_blocks = shared_blocks
         self.chooser = Chooser(config, specs, block_bytes, in_forward, directory.clock)
-        self._names: dict[str, list[list[bytes]]] = {}
-        self._leases: dict[str, tuple[Lease, list[list[bytes]]]] = {}
+        self._leases: dict[str, tuple[Lease, list[Sequence[bytes]]]] = {}
         """Load order to its lease and the keys of the leased slots, by group."""
         self._saving: dict[str, _Save] = {}
         self._ranks_left: dict[str, int] = {}
@@ -145,13 +144,11 @@ class SchedulerSide:
         last block that could be had, as the KV of a draft at its end depends on the token behind it. company: who else
         is in the forward to come. most_rest: most new tokens that it takes; None: no limit.
         """
-        nothing = ((),) * len(self.specs)
+        nothing, nameless = (range(0),) * len(self.specs), ((),) * len(self.specs)
         if self.chooser.halted:
-            return Match(0, nothing, nothing, NO_HIT, MissReason.STOPPED)
-        try:
-            keys = self._names_of(tokens, extras, request)
-        except NotCacheable:
-            return Match(0, nothing, nothing, NO_HIT, MissReason.NOT_CACHEABLE)
+            return Match(0, nothing, nameless, NO_HIT, MissReason.STOPPED)
+        self.name()
+        keys = self._names.of(request, tokens, len(tokens), extras)
 
         def usable_of(has: Sequence[Sequence[bool]]) -> Usable:
             most = usable_prefix(self.specs, has, len(tokens), local_tokens=local_tokens)
@@ -160,8 +157,11 @@ class SchedulerSide:
             end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
-        usable, later = usable_of([self.directory.present(*named) for named in enumerate(keys)]), self.directory.coming
-        soon = 0 if self.directory.quiet else usable_of([later(*named) for named in enumerate(keys)]).tokens
+        try:
+            usable = usable_of(self._there(keys, local_tokens))
+            soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
+        except NotCacheable:
+            return Match(0, nothing, nameless, NO_HIT, MissReason.NOT_CACHEABLE)
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
         if (hit := max(0, usable.tokens - local_tokens)) == 0:
@@ -183,17 +183,14 @@ class SchedulerSide:
         """
         if not match.tokens:
             return None
-        needed = [
-            indices if spec.kind is not GroupKind.WINDOW else [i for i in indices if table[i] is not None]
-            for spec, table, indices in zip(self.specs, tables, match.needed, strict=True)
-        ]
-        wanted = [[keys[i] for i in indices] for keys, indices in zip(match.keys, needed, strict=True)]
-        blocks = [_blocks(table, indices) for table, indices in zip(tables, needed, strict=True)]
+        needed = [allocated(*one) for one in zip(self.specs, tables, match.needed, strict=True)]
+        wanted = [at_indices(keys, indices) for keys, indices in zip(match.keys, needed, strict=True)]
+        blocks = [blocks_at(table, indices) for table, indices in zip(tables, needed, strict=True)]
         try:
             lease = self.directory.lease(request, wanted, lasting=match.decision.parked)
         except Missing:
             return None
-        pairs = tuple(BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots)
+        pairs = tuple([BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots])
         how = match.decision
         order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, how.window, how.hidden_bytes)
         self._leases[order.id] = (lease, wanted)
@@ -212,29 +209,41 @@ class SchedulerSide:
         """Reserve slots for the blocks that end in (before, after], as far as nobody has them or saves them.
 
         None if there is nothing to save, or no room (then nothing was reserved). `tokens` and tables may be longer than
-        `after`; of them only what lies behind the blocks already named, or in that range, is read.
+        `after`. Of many blocks none of which the pool has, the names are hashed later, from `tokens`, which may grow
+        meanwhile but not change (`name`).
         """
         if self.chooser.halted:
             return None
         after = min(after, len(tokens))
-        held = [_ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
-        if not any(held):
+        held = [ending(spec, table, before, after) for spec, table in zip(self.specs, tables, strict=True)]
+        if not any(indices for indices, _ in held):
             return None
         told = tokens[:after] if self.directory.changes is not None and not extras else ()
+        self.name()
+        chains = self._names.of(request, tokens, after, extras)
         try:
-            names = self._named(request, tokens, extras, after)
-            reservation = self.directory.reserve(request, names, held, told)
+            for group, (chain, (indices, _)) in enumerate(zip(chains, held, strict=True)):
+                if len(chain) - len(chain.known) > AT_ONCE:
+                    chain.until(self.directory.has(group, coming=True), indices[0] if indices else 0)
+                else:
+                    chain.upto(len(chain))
+            reservation = self.directory.reserve(request, [chain.known for chain in chains], held, told)
         except (NotCacheable, Full):
             return None
         if not reservation.blocks:
             return None
-        order = SaveOrder(f"save-{next(self._numbers)}", request, _save_pairs(reservation, held))
+        if any(len(chain.known) < len(chain) for chain in chains):
+            self._unnamed.append((reservation.id, chains))
+        groups = enumerate(zip(reservation.slots, tables, reservation.indices, strict=True))
+        pairs = [BlockPairs(group, slots, blocks_at(table, at)) for group, (slots, table, at) in groups if slots]
+        order = SaveOrder(f"save-{next(self._numbers)}", request, tuple(pairs))
         self._saving[order.id] = _Save(request, reservation.id, reservation.keys)
         self._ranks_left[order.id] = self.directory.ranks
         return order
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
         """Make a step's saves visible, end its leases, drop what turned out bad; each once every rank has reported."""
+        self.name()
         loads = tuple([self._judged(load) for load in report.loads])
         self.chooser.heard(report.halted, loads)
         overdue = {load.request for load, told in zip(loads, report.loads, strict=True) if load.end is not told.end}
@@ -257,6 +266,15 @@ class SchedulerSide:
         self.backing.settle(report.tier, rank)
         return Settled(failed, loads, report.saves, tuple(ended))
 
+    def name(self) -> None:
+        """Give what is being saved its names. All that looks for keys does it first; best while the device computes."""
+        for reservation, chains in self._unnamed:
+            with suppress(NotCacheable):  # what can't be named is not found
+                for chain in chains:
+                    chain.upto(len(chain))
+            self.directory.name(reservation)
+        self._unnamed.clear()
+
     def doom(self, save: str) -> None:
         """Publish nothing of a save under way: its source blocks may have changed under the copy."""
         if save in self._saving:
@@ -267,21 +285,18 @@ class SchedulerSide:
 
         Nothing goes below the slab from now on, as nobody else knows the new identity.
         """
+        self.name()
         self.backing.retire()
         self.directory.disown()
         for save in self._saving:
             self.doom(save)
-        end = f"{RENEWED}{secrets.token_hex(8)}"
-        versions = [identity.weights_version.split(RENEWED)[0] + end for identity in self._identities]
-        pairs = zip(self._identities, versions, strict=True)
-        renewed = [msgspec.structs.replace(one, weights_version=version) for one, version in pairs]
-        self._identities = {identity: identity.digest() for identity in renewed}
-        self._names.clear()
+        self._names.renew()
 
     def seek(self, request: str, tokens: Sequence[int], extras: ExtrasOf | None = None) -> None:
         """Look below the slab for what it lacks of a new request's prompt, and have it brought up. Returns at once."""
+        self.name()
         with suppress(NotCacheable):
-            self.backing.seek(request, self._names_of(tokens, extras, request), len(tokens))
+            self.backing.seek(request, self._names.of(request, tokens, len(tokens), extras), len(tokens))
 
     def rising(self, request: str, coming: bool) -> bool:
         """Whether more may come from below the slab. coming: whether blocks of the prompt are on their way to it."""
@@ -289,7 +304,7 @@ class SchedulerSide:
 
     def finish(self, request: str) -> None:
         """Forget a request's names; its saves go on."""
-        self._names.pop(request, None)
+        self._names.forget(request)
         self.backing.forget(request)
 
     def close(self, timeout_s: float) -> None:
@@ -337,27 +352,9 @@ class SchedulerSide:
             del self._leases[load.id]
         return last
 
-    def _names_of(
-        self, tokens: Sequence[int], extras: ExtrasOf | None, request: str | None
-    ) -> tuple[tuple[bytes, ...], ...]:
-        """Keys of the full blocks of `tokens`, by group."""
-        names, sizes = self._named(request, tokens, extras, len(tokens)), [spec.block_size for spec in self.specs]
-        return tuple(tuple(named[: len(tokens) // size]) for named, size in zip(names, sizes, strict=True))
-
-    def _named(
-        self, request: str | None, tokens: Sequence[int], extras: ExtrasOf | None, end: int
-    ) -> list[list[bytes]]:
-        """Keys of the full blocks of `tokens[:end]`, by group, and of those after them that were named before."""
-        names: list[list[bytes]] = [[] for _ in self.specs]
-        if request is not None:
-            names = self._names.setdefault(request, names)
-        for named, root, spec in zip(names, self._identities.values(), self.specs, strict=True):
-            size, known = spec.block_size, len(named)
-            if end // size > known:
-                seen = extras_for(extras, min(spec.block_size for spec in self.specs), size) if extras else None
-                rest = tokens[known * size : end // size * size]
-                named.extend(continued_keys(named[-1] if named else root, rest, size, seen, known))
-        return names
+    def _there(self, chains: Sequence[Chain], local_tokens: int, coming: bool = False) -> list[list[bool]]:
+        has = [self.directory.has(group, coming) for group in range(len(chains))]
+        return presence(self.specs, chains, has, local_tokens)
 
     def _why(self, keys: Sequence[Sequence[bytes]], local_tokens: int) -> MissReason:
         if not any(keys):
@@ -370,26 +367,3 @@ class SchedulerSide:
 
 
 _REASONS = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}
-
-
-def _blocks(table: Table, indices: Sequence[int]) -> tuple[int, ...]:
-    blocks = [table[index] for index in indices]
-    if None in blocks:
-        index = indices[blocks.index(None)]
-        raise BadBlocks(f"block {index} is to be loaded, but the engine has allocated no memory for it")
-    return tuple(cast(list[int], blocks))
-
-
-def _ending(spec: GroupSpec, table: Table, before: int, after: int) -> dict[int, int]:
-    """Block index to engine block, of the blocks that end in (before, after] and that the engine holds.
-
-    Of a recurrent group these are the snapshots it took; elsewhere a block that slid out of a window has gone.
-    """
-    first, last = before // spec.block_size, after // spec.block_size
-    return {index: block for index, block in enumerate(table[first:last], first) if block is not None}
-
-
-def _save_pairs(reservation: Reservation, held: Sequence[dict[int, int]]) -> tuple[BlockPairs, ...]:
-    groups = enumerate(zip(reservation.slots, held, reservation.indices, strict=True))
-    blocks = [(group, slots, tuple(map(table.__getitem__, at))) for group, (slots, table, at) in groups if slots]
-    return tuple(BlockPairs(*pairs) for pairs in blocks)

@@ -1,13 +1,14 @@
 """One group's part of the directory: which key lies in which slot, and which block goes next when room is needed.
 
-A block is being saved (in `saving`), stored (in `stored`), or detached: dropped from its key while leases still hold
-its slot. What was saved as one stretch of a prompt is a run; runs form a tree, and a use of a block is one of its run
-and of those before it, so a prefix ages as one, tail before head, at no cost for each of its blocks.
+A block is being saved (in `saving`; in `unnamed` until its key is known), stored (in `stored`), or detached: dropped
+from its key while leases still hold its slot. What was saved as one stretch of a prompt is a run; runs form a tree, and
+a use of a block is one of its run and those before it, so a prefix ages as one, tail before head, at no cost a block.
 Does not know requests, deadlines, ranks or the other groups.
 """
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Reversible, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,6 +43,7 @@ class Shelf:
     def __init__(self, slots: int, remember: int) -> None:
         self.table = SlotTable(slots)
         self.saving: dict[bytes, int] = {}
+        self.unnamed: set[int] = set()
         self.stored: dict[bytes, int] = {}
         self.pins: Counter[int] = Counter()
         """Slot to the number of leases that hold it, if any do."""
@@ -66,9 +68,20 @@ class Shelf:
         """Why those of the keys were dropped that were."""
         return [self._gone[key] for key in keys if key in self._gone]
 
-    def unknown(self, keys: Sequence[bytes], indices: Reversible[int]) -> Collection[int]:
-        """Those of the indices whose keys are neither stored nor being saved; of a repeated key its first one."""
-        return {key: index for index in reversed(indices) if (key := keys[index]) not in self._run_of}.values()
+    def unknown(self, keys: Sequence[bytes], indices: Sequence[int]) -> Sequence[int]:
+        """Those of the ascending indices whose keys are neither stored nor being saved, or not known yet.
+
+        Of a repeated key it is the first one.
+        """
+        there, fresh, end = self._run_of, dict[bytes, int](), bisect_left(indices, len(keys))
+        for index in indices[:end]:
+            if (key := keys[index]) not in there:
+                fresh.setdefault(key, index)
+        return [*fresh.values(), *indices[end:]]
+
+    def has(self, coming: bool) -> Callable[[bytes], bool]:
+        """Whether a key is stored. coming: or being saved."""
+        return (self._run_of if coming else self.stored).__contains__
 
     def room(self, spare: Iterable[bytes] = ()) -> int:
         """Slots that are free or could be made so without evicting a key of `spare`."""
@@ -79,24 +92,41 @@ class Shelf:
     def reserve(self, keys: Sequence[bytes], indices: Sequence[int]) -> tuple[int, ...]:
         """Slots for `keys[i]`, evicting others but no other one of `keys`. The caller has checked `room(keys)`.
 
-        The caller then says by `touch` what has been used.
+        They have no names yet: `name` gives them these, and the caller then says by `touch` what has been used.
         """
         if not indices:
             return ()
-        at, behind = min(indices) - 1, max(indices) + 1
-        while at >= 0 and keys[at] not in self._run_of:
-            at -= 1
+        at, behind = self._before(keys, min(indices)), max(indices) + 1
         before = keys[at] if at >= 0 else None
         if len(indices) > self.table.free_count:
             # once it is touched, what is spared goes last, and need not be looked for where that is all of it
-            last = behind == len(keys) == at + 1 + len(indices)
-            whole = last and before is not None and self.touch(before) == at + 1
+            last = len(keys) <= behind == at + 1 + len(indices)
+            whole = last and (0 if before is None else self.touch(before)) == at + 1
             self._evict(len(indices) - self.table.free_count, () if whole else keys)
         slots = self.table.allocate(len(indices), self._slot_behind(before))
-        self.saving.update(zip([keys[index] for index in indices], slots, strict=True))
-        new = [keys[index] for index in sorted(indices)]
-        self._list(new, before, keys[behind] if behind < len(keys) else None)
+        self.unnamed.update(slots)
         return slots
+
+    def name(self, keys: Sequence[bytes], indices: Sequence[int], slots: Sequence[int]) -> list[bytes]:
+        """Reserved slots become those of `keys[i]`, of which not all need be known; which keys have got one now.
+
+        They are in the order of the prompt. One that is stored or being saved already gets none.
+        """
+        fresh: dict[bytes, int] = {}
+        new: list[int] = []
+        there, end = self._run_of, len(keys)
+        for index, slot in sorted(zip(indices, slots, strict=True)):
+            if index < end and (key := keys[index]) not in there and key not in fresh:
+                new.append(index)
+                fresh[key] = slot
+        if new:
+            self.unnamed.difference_update(fresh.values())
+            self.saving.update(fresh)
+            at, behind = self._before(keys, new[0]), new[-1] + 1
+            before, after = keys[at] if at >= 0 else None, keys[behind] if behind < len(keys) else None
+            self._list(list(fresh), before, after)
+            self.touch(keys[new[-1]])
+        return list(fresh)
 
     def commit(self, keys: Sequence[bytes]) -> None:
         """Make saved blocks visible under their keys."""
@@ -109,6 +139,12 @@ class Shelf:
         """Take back the slots of blocks whose save failed."""
         self._unlist(keys)
         self.table.free([self.saving.pop(key) for key in keys])
+
+    def unreserve(self, slots: Sequence[int]) -> None:
+        """Take back those of some reserved slots that have no name: their save has ended."""
+        if self.unnamed and (left := self.unnamed.intersection(slots)):
+            self.unnamed -= left
+            self.table.free(left)
 
     def touch(self, key: bytes) -> int:
         """Count a block that is stored or being saved, and all before it, as just used, the first last to go.
@@ -154,7 +190,7 @@ class Shelf:
 
     def check(self, leases: int) -> None:
         """Raise BrokenInvariant unless every slot is in exactly one place and `leases` pins are held."""
-        held = [*self.saving.values(), *self.stored.values(), *self.detached]
+        held = [*self.saving.values(), *self.unnamed, *self.stored.values(), *self.detached]
         listed = [key for run in self._runs for key in run.keys]
         facts = {
             "free and used slots add up to all": self.table.free_count + len(held) == self.table.slots,
@@ -246,6 +282,18 @@ class Shelf:
         self._runs[head] = None
         self._run_of.update(dict.fromkeys(head.keys, head))
         return head
+
+    def newest(self, keys: Sequence[bytes], index: int) -> None:
+        """As `touch`, for the last of `keys[: index + 1]` that is there, if any is."""
+        if (at := self._before(keys, index + 1)) >= 0:
+            self.touch(keys[at])
+
+    def _before(self, keys: Sequence[bytes], index: int) -> int:
+        """The last index before this one whose key is stored or being saved; -1: none."""
+        at = min(index, len(keys)) - 1
+        while at >= 0 and keys[at] not in self._run_of:
+            at -= 1
+        return at
 
     def _slot_behind(self, key: bytes | None) -> int | None:
         """The slot behind the one of a key, so that a chat's blocks lie in one run."""

@@ -13,7 +13,7 @@ import msgspec
 from layercast.errors import Refused
 from layercast.spec.groups import GroupKind, GroupSpec
 
-_BOUNDED = (GroupKind.WINDOW, GroupKind.RECURRENT)
+BOUNDED = (GroupKind.WINDOW, GroupKind.RECURRENT)
 """Groups that need only some of the blocks before a boundary."""
 
 
@@ -24,7 +24,7 @@ class Usable(msgspec.Struct, frozen=True):
     """
 
     tokens: int
-    needed: tuple[tuple[int, ...], ...]
+    needed: tuple[range, ...]
 
 
 def window_blocks(window: int, block_size: int) -> int:
@@ -58,13 +58,13 @@ def usable_prefix(
             for spec, _, local in groups
         ]
         gaps = [
-            _absent(has, first, end) if spec.kind in _BOUNDED else end
+            _absent(has, first, end) if spec.kind in BOUNDED else end
             for (spec, has, _), (first, end) in zip(groups, spans, strict=True)
         ]
         if all(gap == end for gap, (_, end) in zip(gaps, spans, strict=True)):
-            return Usable(boundary, tuple(tuple(range(first, end)) for first, end in spans))
+            return Usable(boundary, tuple(range(first, end) for first, end in spans))
         boundary = min(spec.block_size * gap for spec, gap in zip(specs, gaps, strict=True))
-    return Usable(min(local_tokens, most), ((),) * len(specs))
+    return Usable(min(local_tokens, most), (range(0),) * len(specs))
 
 
 def lengthening(
@@ -99,7 +99,7 @@ def _first(spec: GroupSpec, end: int) -> int:
 def _end(spec: GroupSpec, has: Sequence[bool], local: int) -> int:
     """Behind the last block at which a prefix could end; blocks below `local` are there."""
     end = max(local, len(has))
-    return end if spec.kind in _BOUNDED else _absent(has, local, end)
+    return end if spec.kind in BOUNDED else _absent(has, local, end)
 
 
 def _absent(has: Sequence[bool], first: int, end: int) -> int:

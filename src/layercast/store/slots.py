@@ -56,6 +56,8 @@ class SlotTable:
             taken.append(range(start, start + used))
             left -= used
         self.free_count -= count
+        if len(taken) == 1:
+            return tuple(taken[0])
         taken.sort(key=_first)
         return tuple(chain.from_iterable(taken))
 

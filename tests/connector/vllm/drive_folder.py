@@ -86,7 +86,7 @@ def main(folder, role, kv, *pairs):
     facts["drained"] = engine.drain()
     engine.connector.get_kv_connector_stats()
     facts["blocks"], facts["stats"], facts["sources"] = engine.blocks, stats, sources
-    facts["identity"] = next(iter(engine.side._identities.values())).hex()
+    facts["identity"] = engine.side._names._roots[0].hex()
     facts["threads"] = engine.close()
     facts["descriptors"] = len(os.listdir("/proc/self/fd")) - descriptors
     tell(facts)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from layercast.connector.vllm.metadata import Orders
-from layercast.control.scheduler import Table
+from layercast.control.tables import Table
 from layercast.flow.orders import LoadOrder, SaveOrder, StepOrders, TierOrder
 from layercast.spec.groups import GroupKind, GroupSpec
 

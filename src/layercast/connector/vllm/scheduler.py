@@ -32,7 +32,8 @@ from layercast.connector.vllm.tracked import Tracked, wishes_of
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
-from layercast.control.scheduler import Match, SchedulerSide, Table, WorkerFacts
+from layercast.control.scheduler import Match, SchedulerSide, WorkerFacts
+from layercast.control.tables import Table
 from layercast.errors import BrokenInvariant, NotCacheable
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome
 from layercast.observe.receipts import DISK, MissReason
@@ -210,6 +211,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables)
         if self.side is not None:
+            self.side.name()  # what the last step saves: its forward is under way
             for save in self._saves.step(scheduler_output, self.tracked):
                 self._order(save)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
