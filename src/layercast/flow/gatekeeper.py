@@ -5,7 +5,7 @@ Does not know movers, requests or keys.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from layercast.errors import DeadlineExceeded
 from layercast.flow.issue import Batch, Sent
@@ -21,7 +21,7 @@ class Gatekeeper:
         self._gate = gate
         self._lock = threading.Lock()
         self._live: set[LoadRun] = set()
-        self._due: set[Batch] = set()
+        self._due: dict[Batch, Flight | None] = {}
         """What the gates are closed for."""
         self._flights: dict[Batch, Flight] = {}
 
@@ -34,10 +34,9 @@ class Gatekeeper:
     def opened(self, sent: Iterable[Sent]) -> None:
         """Batches are under way: their layers' gates will count their ends."""
         with self._lock:
-            for batch, flight, _ in sent:
-                if batch in self._due and batch not in self._flights:
-                    self._flights[batch] = flight
-                    self._pass(batch, flight)
+            fresh = {one.batch: one.flight for one in sent if one.batch in self._due and one.batch not in self._flights}
+            self._flights |= fresh
+            self._pass(fresh)
 
     def skip(self, batches: Sequence[Batch]) -> None:
         """Batches that will never be submitted count as ended."""
@@ -55,8 +54,8 @@ class Gatekeeper:
     def release(self) -> None:
         """The step is over: nothing waits any more."""
         with self._lock:
-            self._live.clear()
-            self._rearm()
+            self._live, self._due, self._flights = set(), {}, {}
+            self._gate.reset()
 
     def _give_up(self, layer: int) -> list[LoadRun]:
         with self._lock:
@@ -67,15 +66,13 @@ class Gatekeeper:
 
     def _rearm(self) -> None:
         """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
-        left = {batch: flight for run in self._live for batch, flight in run.left().items()}
-        under_way = {batch: flight for batch, flight in left.items() if flight is not None}
-        self._due = set(left)
-        self._flights = under_way | {batch: flight for batch, flight in self._flights.items() if batch in self._due}
+        self._due = {batch: flight for run in self._live for batch, flight in run.left().items()}
+        known = {batch: flight for batch, flight in self._flights.items() if batch in self._due}
+        self._flights = {batch: flight for batch, flight in self._due.items() if flight is not None} | known
         self._gate.reset()
         self._gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
-        for batch, flight in self._flights.items():
-            self._pass(batch, flight)
+        self._pass(self._flights)
 
-    def _pass(self, batch: Batch, flight: Flight) -> None:
-        for layer in batch.layers:
-            self._gate.open(layer, flight)
+    def _pass(self, flights: Mapping[Batch, Flight]) -> None:
+        if flights:
+            self._gate.open_all([(layer, flight) for batch, flight in flights.items() for layer in batch.layers])

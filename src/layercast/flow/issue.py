@@ -98,6 +98,9 @@ class Issuer:
 
         There a load goes after those before it: were they to take turns, all would come as late as the last.
         """
+        if self._mover.whole_steps and not background:
+            self._hand_over(sorted(batches, key=_first_layer))
+            return
         with self._lock:
             for owner, mine in itertools.groupby(batches, lambda batch: batch.owner):
                 behind = max(LAST, self._loads.last_layer + 1)
@@ -108,12 +111,14 @@ class Issuer:
     def hasten(self, owner: str) -> None:
         """From now on layers wait for what is still queued of a background load."""
         with self._lock:
-            for batch in self._loads.remove(owner):
-                self._loads.push(batch, layer=batch.layers[0], owner=batch.owner)
-        self._pump()
+            queued = self._loads.remove(owner)
+        self.add_loads(queued)
 
-    def add_saves(self, batches: Iterable[Batch]) -> None:
+    def add_saves(self, batches: Sequence[Batch]) -> None:
         """Queue batches that nobody waits for."""
+        if self._mover.whole_steps:
+            self._hand_over(batches)
+            return
         with self._lock:
             self._saves.extend(batches)
         self._pump()
@@ -158,40 +163,49 @@ class Issuer:
                 return
             self._pumping = True
         while batches := self._next():
-            pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
-            flights: Sequence[Flight]
-            since_s = time.monotonic()  # whoever submits may be held up while a device copies already
-            try:
-                flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
-            except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
-                flights = [_failed_behind(landed(), error) for _ in batches]
-            self._follow(batches, flights, since_s)
+            self._submit(batches)
+
+    def _hand_over(self, batches: Sequence[Batch]) -> None:
+        """Submit all of it, whatever else is in flight."""
+        if batches:
+            with self._lock:
+                self._in_flight += len(batches)
+            self._submit(batches)
+
+    def _submit(self, batches: Sequence[Batch]) -> None:
+        pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
+        flights: Sequence[Flight]
+        since_s = time.monotonic()  # whoever submits may be held up while a device copies already
+        try:
+            flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
+        except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
+            flights = [_failed_behind(landed(), error) for _ in batches]
+        self._follow(batches, flights, since_s)
 
     def _next(self) -> list[Batch]:
+        """What may go now of what is queued: on a device, where nothing else is, of the background."""
         with self._lock:
-            batches = self._room_for(self._loads.pop, self._loads) or self._room_for(self._saves.popleft, self._saves)
+            batches = self._ahead() if self._mover.whole_steps else self._in_turn()
             self._in_flight += len(batches)
             self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
             self._pumping = bool(batches)
             return batches
 
-    def _room_for(self, pop: Callable[[], Batch | None], queued: DeadlineQueue[Batch] | deque[Batch]) -> list[Batch]:
-        """The batches of a queue that may go now."""
-        whole, batches, taken = self._mover.whole_steps, list[Batch](), 0
-        room = self._depth - (len(self._behind) if whole else self._in_flight)
-        spare = AHEAD_BYTES - sum(self._behind.values()) if whole else 0
-        while queued:
-            behind = isinstance(queued, DeadlineQueue) and queued.first_layer >= LAST
-            bounded = behind or not whole
-            if bounded and (max(room, spare) <= 0 or taken >= AHEAD_BYTES // 2):
-                break
-            batch = pop()
-            assert batch is not None
+    def _in_turn(self) -> list[Batch]:
+        """Loads and then saves, up to `depth` in flight."""
+        batches: list[Batch] = []
+        while len(batches) < self._depth - self._in_flight and (self._loads or self._saves):
+            batches.append(self._loads.pop() or self._saves.popleft())
+        return batches
+
+    def _ahead(self) -> list[Batch]:
+        """Half of AHEAD_BYTES, if no more than the other half is under way; `depth` batches if these are more."""
+        batches, taken = list[Batch](), 0
+        room, spare = self._depth - len(self._behind), AHEAD_BYTES - sum(self._behind.values())
+        while (room > 0 or spare > 0) and taken < AHEAD_BYTES // 2 and (batch := self._loads.pop()) is not None:
             batches.append(batch)
-            room -= bounded
-            if behind:
-                self._behind[batch] = batch.size[0]
-                spare, taken = spare - batch.size[0], taken + batch.size[0]
+            self._behind[batch] = batch.size[0]
+            room, spare, taken = room - 1, spare - batch.size[0], taken + batch.size[0]
         return batches
 
     def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight], since_s: float) -> None:
@@ -199,7 +213,10 @@ class Issuer:
 
         Flights of a mover of whole steps end together, or nearly, so there the last one speaks for all of them.
         """
-        sent = [self._sent(batch, flight) for batch, flight in zip(batches, flights, strict=True)]
+        sent = [
+            self._sent(batch, flight) if batch.digests else Sent(batch, flight)
+            for batch, flight in zip(batches, flights, strict=True)
+        ]
         for part in [sent] if self._mover.whole_steps else [[one] for one in sent]:
             self._await(part, since_s)
         for run, mine in _by_run(sent):
@@ -240,6 +257,10 @@ class Issuer:
                 self._behind.pop(batch, None)
             self._lock.notify_all()
         self._pump()
+
+
+def _first_layer(batch: Batch) -> int:
+    return batch.layers[0]
 
 
 def _by_run(sent: Sequence[Sent]) -> Iterable[tuple[Run, Sequence[Sent]]]:

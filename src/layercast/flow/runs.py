@@ -110,15 +110,18 @@ class LoadRun:
         Waits up to `timeout_s` seconds.
         """
         due = set(layers)
-        for batch, flight in self.left().items():
-            if flight is not None and due & {*batch.layers}:
-                flight.promised(timeout_s)
+        if not self._open(due, self.left(), timeout_s):
+            return True
         with self._changed:
-            return self._changed.wait_for(lambda: self.end is not None or not self._open(due), timeout_s)
+            return self._changed.wait_for(lambda: self.end is not None or not self._open(due, self._left, 0), timeout_s)
 
-    def _open(self, layers: Collection[int]) -> bool:
-        left = [flight for batch, flight in self._left.items() if set(layers) & {*batch.layers}]
-        return any(flight is None or not flight.promised(0) for flight in left)
+    @staticmethod
+    def _open(layers: set[int], left: Mapping[Batch, Flight | None], timeout_s: float) -> bool:
+        return any(
+            flight is None or not flight.promised(timeout_s)
+            for batch, flight in left.items()
+            if not layers.isdisjoint(batch.layers)
+        )
 
     def submitted(self, sent: Sequence[Sent], since_s: float) -> None:
         """Batches are with the mover."""

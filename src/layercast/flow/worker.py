@@ -13,7 +13,16 @@ from layercast.errors import Missing, Refused
 from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
 from layercast.flow.issue import Batch, Issuer, Sent
-from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport, TierOrder
+from layercast.flow.orders import (
+    LoadEnd,
+    LoadOrder,
+    PushOrder,
+    ReceiveOrder,
+    SaveOrder,
+    StepOrders,
+    StepReport,
+    TierOrder,
+)
 from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
 from layercast.flow.tier import Tier
 from layercast.move.base import Flight, Gate, Mover
@@ -102,20 +111,24 @@ class Worker:
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
-        saving = SaveRun(orders.saves, self.ways.save_plans(orders.saves), self.ways.slab.digests, self.ways.rows)
+        saving = self._save(orders.saves)
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
-        if orders.saves:
+        if saving is not None:
             self._saves.append(saving)
-        self.gates.arm([*loads, *arrivals, *joined])
+        if loads:
+            self.issuer.add_loads([*itertools.chain(*loads.values())])
         for run in joined:
             self.issuer.hasten(run.id)
         for run, flights in arrivals.items():
             _follow(run, flights)
-        self.issuer.add_loads(itertools.chain(*loads.values()))
-        self.issuer.add_loads(itertools.chain(*background.values()), background=True)
-        return LayerStep(self, orders, [*loads, *arrivals, *joined], saving)
+        if background:
+            self.issuer.add_loads([*itertools.chain(*background.values())], background=True)
+        awaited = [*loads, *arrivals, *joined]
+        if awaited:  # only now, as their flights are known, and what has landed needs no gate
+            self.gates.arm(awaited)
+        return LayerStep(self, orders, awaited, saving)
 
     def start(self, orders: Sequence[TierOrder]) -> None:
         """Start copies to and from the store below the slab. Raises Refused where there is none."""
@@ -200,6 +213,10 @@ class Worker:
         run.plan(batches)
         return run, batches
 
+    def _save(self, orders: Sequence[SaveOrder]) -> SaveRun | None:
+        ways = self.ways
+        return SaveRun(orders, ways.save_plans(orders), ways.slab.digests, ways.rows) if orders else None
+
     def _join(self, requests: Collection[str]) -> list[LoadRun]:
         """Loads that were said to have come, and that the next forward has to wait for or has to fail with."""
         named = [run for run in self._said if run.order.request in requests]
@@ -229,7 +246,7 @@ def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
 class LayerStep:
     """One forward of a worker (see `flow.step.Step`)."""
 
-    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saving: SaveRun) -> None:
+    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saving: SaveRun | None) -> None:
         self._worker = worker
         self._orders = orders
         self._loads = loads
@@ -269,8 +286,8 @@ class LayerStep:
 
     def written(self, layer: int) -> None:
         """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
-        if self._orders.saves:
-            self._save(layer)
+        if self._saving is not None:
+            self._save(self._saving, layer)
         for push in self._orders.pushes:
             if self._unjudged(push, layer):
                 self._kept.append((push, layer))
@@ -293,23 +310,23 @@ class LayerStep:
             self._worker.timeline.record(SpanKind.COMPUTE, layer, start_s, time.monotonic())
             self._computing = None
 
-    def _save(self, layer: int) -> None:
+    def _save(self, saving: SaveRun, layer: int) -> None:
         window = self._worker.window_of[layer]
-        if self._saving.completes(layer, window):
+        if saving.completes(layer, window):
             self._ready.append((window, self._worker.mover.mark()))
             if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
-                self._hand_over()
+                self._hand_over(saving)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, saving: SaveRun) -> None:
         """Have what is ready to be saved issued: the forward's thread, cold from its layers, would be slow at it."""
         ready, self._ready = self._ready, []
         if ready:
-            self._worker.issuer.aside(lambda: self._issue(ready), self._saving.give_up)
+            self._worker.issuer.aside(lambda: self._issue(saving, ready), saving.give_up)
 
-    def _issue(self, ready: Sequence[Ready]) -> None:
+    def _issue(self, saving: SaveRun, ready: Sequence[Ready]) -> None:
         """Issue saves in the order in which they were written."""
-        batches = self._worker.ways.save_batches(self._saving, ready)
-        if self._saving.queue(batches):
+        batches = self._worker.ways.save_batches(saving, ready)
+        if saving.queue(batches):
             self._worker.issuer.add_saves(sorted(batches, key=lambda batch: batch.layers[0]))
 
     def quiet_failed(self, timeout_s: float) -> None:
@@ -339,12 +356,14 @@ class LayerStep:
     def end(self) -> StepReport:
         """Sweep the layers that no hook announced, open every gate, and report what ended."""
         self._computed()
-        if self._orders.saves and (missing := self._saving.sweep()):
-            self._ready.append((missing, self._worker.mover.mark()))
-        self._hand_over()
+        if self._saving is not None:
+            if missing := self._saving.sweep():
+                self._ready.append((missing, self._worker.mover.mark()))
+            self._hand_over(self._saving)
         failed = self.judge()
         for push, layer in self._kept:
             if push.request not in failed:
                 self._push(push, layer)
-        self._worker.gates.release()
+        if self._loads:
+            self._worker.gates.release()
         return self._worker.report(self.number, failed)

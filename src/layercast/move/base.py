@@ -12,7 +12,7 @@ Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -183,6 +183,11 @@ class Gate(ABC):
     @abstractmethod
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate once it has ended, well or not. Returns at once."""
+
+    def open_all(self, passed: Iterable[tuple[int, Flight]]) -> None:
+        """`open` for each (layer, flight)."""
+        for layer, after in passed:
+            self.open(layer, after)
 
     @abstractmethod
     def wait(self, layer: int, timeout_s: float) -> float:

@@ -4,7 +4,7 @@ Neither knows what the flights copy.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.base import Flight, Gate
@@ -44,13 +44,19 @@ class CudaGate(CpuGate):
 
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate. Returns at once."""
-        if not isinstance(after, CudaFlight):
-            super().open(layer, after)
-            return
+        self.open_all([(layer, after)])
+
+    def open_all(self, passed: Iterable[tuple[int, Flight]]) -> None:
+        """`open` for each (layer, flight)."""
         with self._changed:
-            if layer in self._missing:
-                self._flights.setdefault(layer, []).append(after)
-                self._count(self._epoch, layer)
+            for layer, after in passed:
+                if not isinstance(after, CudaFlight):
+                    super().open(layer, after)
+                elif left := self._missing.pop(layer, 0):
+                    self._flights.setdefault(layer, []).append(after)
+                    if left > 1:
+                        self._missing[layer] = left - 1
+            self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> float:
         """Make the caller's stream wait for the layer's copies; seconds the caller was blocked.
