@@ -36,6 +36,7 @@ from layercast.flow.runs import LoadRun
 
 HIT, REST, BLOCK = 1024, 16, 128
 STEP_HOOKS = (
+    "handle_preemptions",
     "bind_connector_metadata",
     "start_load_kv",
     "wait_for_save",

@@ -228,11 +228,9 @@ class SaveRun:
     rows: Sequence[Mapping[int, int]]
     """For each group the row of each layer in its store."""
     error: BaseException | None = None
-    _swept: set[int] = field(default_factory=set)
+    swept: set[int] = field(default_factory=set)
+    """Layers that no hook has announced."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _written: set[int] = field(default_factory=set)
-    _ready: set[int] = field(default_factory=set)
-    """Layers of the windows that were ready to copy."""
     _left: set[Batch] = field(default_factory=set)
     _covered: set[int] = field(default_factory=set)
     _copies: int = 0
@@ -242,23 +240,6 @@ class SaveRun:
         self.id = self.orders[0].id if self.orders else ""
         self.layers = {layer for _, plan in self.plans for layer in plan.layers}
         self._slots = {group: plan.pairs()[1] for group, plan in self.plans}
-
-    def completes(self, layer: int, window: Sequence[int]) -> bool:
-        """Whether writing this layer makes its window ready to copy; a repeat changes nothing."""
-        if layer in self._written or layer not in self.layers:
-            return False
-        self._written.add(layer)
-        whole = self.layers.intersection(window)
-        if not whole <= self._written:
-            return False
-        self._ready |= whole
-        return True
-
-    def sweep(self) -> tuple[int, ...]:
-        """Layers of windows that no hook has completed, ascending; they count as written from now on."""
-        self._swept |= self.layers - self._written
-        self._written |= self._swept
-        return tuple(sorted(self.layers - self._ready))
 
     def queue(self, batches: Sequence[Batch]) -> bool:
         """Take note of batches that must end before their layers are covered; False: it is over, don't submit them."""
@@ -312,7 +293,7 @@ class SaveRun:
             why = "" if self.error is None else str(self.error)
             why = why or ("the request was aborted" if order.request in self._aborted else "")
             nbytes = 0 if why else sum(sizes[pair.group] * len(pair.slots) for pair in order.pairs)
-            counts = nbytes, len(layers & self._covered), len(layers & self._swept)
+            counts = nbytes, len(layers & self._covered), len(layers & self.swept)
             outcomes.append(SaveOutcome(order.id, order.request, not why, *counts, why, copies))
             copies = 0
         return outcomes

@@ -249,8 +249,11 @@ class LayerStep:
     def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saving: SaveRun | None) -> None:
         self._worker = worker
         self._orders = orders
+        self._timeline = worker.timeline
         self._loads = loads
         self._saving = saving
+        self._due = {layer: worker.window_of[layer] for layer in saving.layers} if saving is not None else {}
+        """Layers to be saved that have not been announced, and their windows."""
         self._kept: list[tuple[PushOrder, int]] = []
         self._ready: list[Ready] = []
         """What is to be handed over; all that a mover of whole steps gets is, at the end."""
@@ -265,7 +268,7 @@ class LayerStep:
 
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
-        timeline = self._worker.timeline
+        timeline = self._timeline
         if not self._loads and not timeline.on:
             return
         self._waited.add(layer)
@@ -286,8 +289,11 @@ class LayerStep:
 
     def written(self, layer: int) -> None:
         """After this step's KV of the layer lies in its blocks. Repeats change nothing. Never blocks."""
-        if self._saving is not None:
-            self._save(self._saving, layer)
+        window = self._due.pop(layer, None)
+        if window is not None and self._due.keys().isdisjoint(window):
+            self._ready.append((window, self._worker.mover.mark()))
+            if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
+                self._hand_over()
         for push in self._orders.pushes:
             if self._unjudged(push, layer):
                 self._kept.append((push, layer))
@@ -307,20 +313,21 @@ class LayerStep:
         """Record the layer that has computed since its wait ended."""
         if self._computing is not None:
             layer, start_s = self._computing
-            self._worker.timeline.record(SpanKind.COMPUTE, layer, start_s, time.monotonic())
+            self._timeline.record(SpanKind.COMPUTE, layer, start_s, time.monotonic())
             self._computing = None
 
-    def _save(self, saving: SaveRun, layer: int) -> None:
-        window = self._worker.window_of[layer]
-        if saving.completes(layer, window):
-            self._ready.append((window, self._worker.mover.mark()))
-            if len(self._ready) >= HANDED_OVER and not self._worker.mover.whole_steps:
-                self._hand_over(saving)
+    def _sweep(self, saving: SaveRun) -> None:
+        """Have what no hook has announced, and the windows that it belongs to, saved in one go."""
+        window_of, due = self._worker.window_of, self._due.keys()
+        saving.swept |= due
+        missing = sorted(layer for layer in saving.layers if not due.isdisjoint(window_of[layer]))
+        self._ready.append((missing, self._worker.mover.mark()))
+        self._due = {}
 
-    def _hand_over(self, saving: SaveRun) -> None:
+    def _hand_over(self) -> None:
         """Have what is ready to be saved issued: the forward's thread, cold from its layers, would be slow at it."""
-        ready, self._ready = self._ready, []
-        if ready:
+        saving, ready, self._ready = self._saving, self._ready, []
+        if saving is not None and ready:
             self._worker.issuer.aside(lambda: self._issue(saving, ready), saving.give_up)
 
     def _issue(self, saving: SaveRun, ready: Sequence[Ready]) -> None:
@@ -356,10 +363,9 @@ class LayerStep:
     def end(self) -> StepReport:
         """Sweep the layers that no hook announced, open every gate, and report what ended."""
         self._computed()
-        if self._saving is not None:
-            if missing := self._saving.sweep():
-                self._ready.append((missing, self._worker.mover.mark()))
-            self._hand_over(self._saving)
+        if self._saving is not None and self._due:
+            self._sweep(self._saving)
+        self._hand_over()
         failed = self.judge()
         for push, layer in self._kept:
             if push.request not in failed:

@@ -35,9 +35,9 @@ class CpuGate(Gate):
 
     def wait(self, layer: int, timeout_s: float) -> float:
         """Block until the layer's gate is open; seconds blocked. Raises DeadlineExceeded."""
+        if layer not in self._missing:
+            return 0.0
         with self._changed:
-            if layer not in self._missing:
-                return 0.0
             epoch, start = self._epoch, time.monotonic()
             if not self._changed.wait_for(lambda: epoch != self._epoch or layer not in self._missing, timeout_s):
                 raise DeadlineExceeded(f"layer {layer} lacks {self._missing[layer]} copies after {timeout_s:g} s")
