@@ -57,6 +57,7 @@ def test_a_good_machine_has_nothing_but_ok():
         ("memory", {"host_bytes": 21 * GIB}, Level.ERROR, "21.0 GiB"),
         ("memory", {"host_bytes": 15 * GIB}, Level.WARNING, "20.0 GiB of memory are free"),
         ("memory", {"memory_free": None}, Level.NOTE, "does not tell"),
+        ("memory", {"weight_bytes": None}, Level.OK, "weights that are not here"),
         ("memory", {"weight_bytes": 2 * GIB}, Level.OK, "3.0 GiB (host_bytes) beside 2.0 GiB of weights"),
         ("memory", {"weight_bytes": 16 * GIB}, Level.WARNING, "16.0 GiB of weights"),
         ("memory", {"weight_bytes": 18 * GIB}, Level.ERROR, "18.0 GiB of weights"),

@@ -132,7 +132,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
 
 def test_weights_count_as_their_index_tells_or_else_as_the_files_do(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert weight_bytes(str(tmp_path), {}) == 0
+    assert weight_bytes(str(tmp_path), {}) is None
     (tmp_path / "consolidated.safetensors").write_bytes(bytes(70))
     assert weight_bytes(str(tmp_path / "config.json"), {}) == 70
     for part in (1, 2):

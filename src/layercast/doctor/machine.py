@@ -32,7 +32,7 @@ SHM, NO_DISKS = "/dev/shm", ("/proc", "/sys", "/dev")
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit.
 
-    weight_bytes: what a model that is asked about takes of memory, 0 without one or where a GPU holds it.
+    weight_bytes: what the weights of a model that is asked about take of memory, 0 without one or where a GPU has them.
     folder: disk_path, empty without one; folder_room: what is free there, and what the folder itself holds.
     """
 
@@ -45,7 +45,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     visible: str | None = None
     memory_free: int | None
     host_bytes: int = 0
-    weight_bytes: int = 0
+    weight_bytes: int | None = 0
     shm_free: int | None
     memlock: int | None
     loopback_error: str
@@ -265,17 +265,23 @@ def judge_vllm(found: str | None) -> Check:
     return Check("vllm", Level.OK, f"vLLM {found}")
 
 
+def memory_left(facts: Facts) -> int | None:
+    """Bytes free beside the weights; None where the system does not tell."""
+    return None if facts.memory_free is None else max(0, facts.memory_free - (facts.weight_bytes or 0))
+
+
 def _memory(facts: Facts) -> Check:
     slab = f"The slab takes {size(facts.host_bytes)} (host_bytes)"
-    slab += f" beside {size(facts.weight_bytes)} of weights" if facts.weight_bytes else ""
+    if facts.weight_bytes is None:
+        slab += ", beside weights that are not here to be counted"
+    elif facts.weight_bytes:
+        slab += f" beside {size(facts.weight_bytes)} of weights"
     if facts.memory_free is None:
         return Check("memory", Level.NOTE, f"{slab}; this system does not tell how much memory is free.")
     found = f"{slab}, {size(facts.memory_free)} of memory are free."
-    left = facts.memory_free - facts.weight_bytes
-    if left <= 0:
-        return Check(
-            "memory", Level.ERROR, found, "The weights alone do not fit: free memory, or take a smaller model."
-        )
+    left = memory_left(facts) or 0
+    if not left:
+        return Check("memory", Level.ERROR, found, "Free memory, or take a smaller model.")
     lower = f"Set host_bytes to {left // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
     if facts.host_bytes > left:
         return Check("memory", Level.ERROR, found, lower)

@@ -82,8 +82,8 @@ def config_of(model: str, environ: Mapping[str, str]) -> dict[str, Any]:
     return _object(_config_path(model, environ))
 
 
-def weight_bytes(model: str, environ: Mapping[str, str]) -> int:
-    """Bytes of a model's weights, which lie beside its config: as their index tells, else of the files; 0 without any.
+def weight_bytes(model: str, environ: Mapping[str, str]) -> int | None:
+    """Bytes of a model's weights, which lie beside its config: as their index tells, else of the files; None: no files.
 
     Raises what `config_of` raises.
     """
@@ -92,7 +92,7 @@ def weight_bytes(model: str, environ: Mapping[str, str]) -> int:
         if isinstance(total := _object(index).get("metadata", {}).get("total_size"), int):
             return total
     sizes = [sum(path.stat().st_size for path in config.parent.glob(pattern)) for pattern in WEIGHTS]
-    return next(filter(None, sizes), 0)
+    return next(filter(None, sizes), None)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 from layercast.config import Config, size
 from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers
-from layercast.doctor.machine import Facts, judge_vllm
+from layercast.doctor.machine import Facts, judge_vllm, memory_left
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
 
@@ -62,7 +62,7 @@ def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = 
         plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
         allowed=plugins is None or "layercast" in plugins.split(","),
         expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        memory_free=None if facts.memory_free is None else max(0, facts.memory_free - facts.weight_bytes),
+        memory_free=memory_left(facts),
     )
 
 
