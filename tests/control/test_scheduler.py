@@ -7,6 +7,7 @@ import pytest
 from layercast.config import Config
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import AT_ONCE, WorkerFacts
+from layercast.control.shelf import AHEAD_SHARE
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
@@ -156,6 +157,22 @@ def test_a_save_that_fails_before_its_blocks_have_names_leaves_nothing(renewed):
     assert side.directory._shelves[0].table.used_count == 0
     assert side.idle
     side.directory.check()
+
+
+def test_where_the_pool_is_full_room_for_the_next_long_prompt_is_made_behind_the_order():
+    """A small part of it; what was used last stays."""
+    slots = AHEAD_SHARE * 4 * (AT_ONCE + 2)
+    side = side_of(slots)
+    prompts = [[nth, *LONG[1:]] for nth in range(slots // (AT_ONCE + 2) + 3)]
+    free = []
+    for nth, prompt in enumerate(prompts):
+        order = saving(side, str(nth), prompt)
+        side.name()
+        free.append(side.directory._shelves[0].table.free_count)
+        side.settle(saved(order))
+        side.directory.check()
+    assert free[-4:] == [AT_ONCE + 2] * 4
+    assert [side.match([*prompt, 0]).tokens for prompt in prompts[-AHEAD_SHARE:]] == [len(LONG)] * AHEAD_SHARE
 
 
 def test_a_save_that_failed_on_one_rank_is_never_visible():

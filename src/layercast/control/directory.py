@@ -218,13 +218,8 @@ class Directory:
 
     def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> Lease:
         groups = list(self._by_group(wanted))
-        absences = Counter(
-            why
-            for shelf, keys in groups
-            for key in keys
-            if key not in shelf.stored and (why := shelf.absence(key)) is not None
-        )
-        if absences:
+        if not all(all(map(shelf.has(), keys)) for shelf, keys in groups):
+            absences = Counter(why for shelf, keys in groups for key in keys if (why := shelf.absence(key)) is not None)
             self._misses.update(absences)
             raise Missing(
                 f"{request}: {absences.total()} of {sum(map(len, wanted))} blocks are not in the pool "
@@ -300,9 +295,12 @@ class Directory:
         """The lists of keys have grown: give the blocks of a reservation their names, if it has not ended.
 
         One that others have stored meanwhile, or are saving, gets none, and its slot is free when the save has ended.
+        There is time now: room is made for the next one like it.
         """
         if (saving := self._savings.get(reservation)) is not None:
             self._name(saving.reservation, saving.chains)
+            for shelf, slots in zip(self._shelves, saving.reservation.slots, strict=True):
+                shelf.spare(len(slots))
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
         """One rank has every byte of its part in place. Whether the blocks became visible by this report."""

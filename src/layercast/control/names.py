@@ -4,19 +4,67 @@ Does not know which keys are stored, nor what is moved.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import overload
+from typing import NamedTuple, overload
 
 import msgspec
 
 from layercast.plan.prefix import BOUNDED
 from layercast.spec.groups import GroupSpec
-from layercast.spec.keys import ExtrasOf, Identity, continued_keys, extras_for
+from layercast.spec.keys import ExtrasOf, Identity, extras_for, keys_of, token_bytes
 
 RENEWED = " renewed "
 GROWTH = 4
 """Where key by key is looked up, how many times more are hashed each time."""
+LEAST_SAID, MOST_SAID = 4, 1 << 17
+"""Blocks of a run that is remembered, and of all that are: some 20 MiB where a block has 16 tokens."""
+
+
+class _Run(NamedTuple):
+    """Keys of neighbours, and what is said of them: the bytes of their tokens."""
+
+    ids: bytes
+    keys: list[bytes]
+
+    def common(self, ids: bytes, width: int) -> int:
+        """How many whole blocks of `width` bytes agree from the first one on."""
+        blocks = min(len(ids), len(self.ids)) // width
+        if self.ids.startswith(ids):
+            return blocks
+        return bisect_left(range(1, blocks + 1), True, key=lambda end: self.ids[: end * width] != ids[: end * width])
+
+
+class Said:
+    """Runs of blocks named lately, by the key before each: what follows that key again need not be hashed again."""
+
+    def __init__(self) -> None:
+        self._runs: OrderedDict[bytes, _Run] = OrderedDict()
+        self._blocks = 0
+
+    def get(self, parent: bytes) -> _Run | None:
+        """The run that was last said to follow a key."""
+        if (run := self._runs.get(parent)) is not None:
+            self._runs.move_to_end(parent)
+        return run
+
+    def add(self, parent: bytes, run: _Run) -> None:
+        """Remember a run, and forget the ones unused for longest where that makes too many."""
+        if len(run.keys) < LEAST_SAID:
+            return
+        self._blocks += len(run.keys)
+        if (other := self._runs.pop(parent, None)) is not None:
+            self._blocks -= len(other.keys)
+        self._runs[parent] = run
+        while self._blocks > MOST_SAID:
+            self._blocks -= len(self._runs.popitem(last=False)[1].keys)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._runs.clear()
+        self._blocks = 0
 
 
 class Chain(Sequence[bytes]):
@@ -25,13 +73,21 @@ class Chain(Sequence[bytes]):
     tokens: read when a key is asked for; what is there may not change, but there may be more. Raises NotCacheable then.
     """
 
-    __slots__ = ("_blocks", "_extras", "_root", "_size", "_tokens", "known")
+    __slots__ = ("_blocks", "_extras", "_root", "_said", "_size", "_tokens", "known")
 
     def __init__(
-        self, known: list[bytes], root: bytes, tokens: Sequence[int], end: int, size: int, extras: ExtrasOf | None
+        self,
+        known: list[bytes],
+        root: bytes,
+        tokens: Sequence[int],
+        end: int,
+        size: int,
+        extras: ExtrasOf | None,
+        said: Said,
     ) -> None:
         self.known = known
-        self._root, self._tokens, self._blocks, self._size, self._extras = root, tokens, end // size, size, extras
+        self._root, self._tokens, self._blocks, self._size = root, tokens, end // size, size
+        self._extras, self._said = extras, said
 
     def __len__(self) -> int:
         return self._blocks
@@ -47,12 +103,25 @@ class Chain(Sequence[bytes]):
         known = self.upto(max(at, default=-1) + 1)
         return known[: self._blocks][index]
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self[:])
+
     def upto(self, end: int) -> list[bytes]:
         """`known`, with at least `end` keys."""
-        known, size = self.known, self._size
-        if (first := len(known)) < end:
-            rest = self._tokens[first * size : end * size]
-            known += continued_keys(known[-1] if known else self._root, rest, size, self._extras, first)
+        known, size, extras = self.known, self._size, self._extras
+        while (first := len(known)) < end:
+            parent = known[-1] if known else self._root
+            if not extras and (before := self._said.get(parent)) is not None:
+                most = min(len(before.keys), self._blocks - first)
+                ids = token_bytes(self._tokens[first * size : (first + most) * size])
+                if same := before.common(ids, 4 * size):
+                    known += before.keys[:same]
+                    continue
+            ids = token_bytes(self._tokens[first * size : end * size])
+            fresh = keys_of(parent, ids, size, extras, first)
+            known += fresh
+            if not extras:
+                self._said.add(parent, _Run(ids, fresh))
         return known
 
     def until(self, there: Callable[[bytes], bool], first: int = 0) -> int:
@@ -76,6 +145,7 @@ class Names:
         self._identities = tuple(identities)
         self._roots = [identity.digest() for identity in identities]
         self._known: dict[str, list[list[bytes]]] = {}
+        self._said = Said()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -89,7 +159,15 @@ class Names:
             known = self._known.setdefault(request, known)
         return tuple(
             [
-                Chain(named, root, tokens, end, size, extras_for(extras, self._grain, size) if extras else None)
+                Chain(
+                    named,
+                    root,
+                    tokens,
+                    end,
+                    size,
+                    extras_for(extras, self._grain, size) if extras else None,
+                    self._said,
+                )
                 for named, root, size in zip(known, self._roots, self._sizes, strict=True)
             ]
         )
@@ -107,6 +185,7 @@ class Names:
         )
         self._roots = [identity.digest() for identity in self._identities]
         self._known.clear()
+        self._said.clear()
 
 
 def presence(

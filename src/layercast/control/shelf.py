@@ -11,9 +11,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from layercast.errors import BrokenInvariant
 from layercast.store.slots import SlotTable
+
+AHEAD_SHARE = 16
+"""A part of the slots: so many are freed ahead of need."""
 
 
 class Absence(StrEnum):
@@ -37,6 +41,33 @@ class _Run:
     ended: bool = False
 
 
+class Pins(set[int]):
+    """Slots that leases hold. more: of those that several hold, how often beyond once."""
+
+    def __init__(self) -> None:
+        self.more: Counter[int] = Counter()
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """A lease holds them."""
+        new = set(slots)
+        if len(new) < len(slots) or not self.isdisjoint(new):
+            self.more.update(slots)
+            self.more.subtract(new - self)
+        self |= new
+
+    def let_go(self, slots: Sequence[int]) -> None:
+        """A lease has ended that held them."""
+        if not self.more:
+            self.difference_update(slots)
+            return
+        for slot in slots:
+            if self.more[slot] > 0:
+                self.more[slot] -= 1
+            else:
+                self.discard(slot)
+        self.more = +self.more
+
+
 class Shelf:
     """Keys and slots of one group. `remember`: how many dropped keys it can still give a reason for."""
 
@@ -45,14 +76,13 @@ class Shelf:
         self.saving: dict[bytes, int] = {}
         self.unnamed: set[int] = set()
         self.stored: dict[bytes, int] = {}
-        self.pins: Counter[int] = Counter()
-        """Slot to the number of leases that hold it, if any do."""
+        self.pins = Pins()
         self.detached: set[int] = set()
         self.evictions = 0
         self.dropped: Callable[[Sequence[bytes]], None] | None = None
         """Told of keys that can't be found any more."""
         self._remember = remember
-        self._gone: OrderedDict[bytes, Absence] = OrderedDict()
+        self._gone: dict[bytes, Absence] = {}
         self._runs: OrderedDict[_Run, None] = OrderedDict()
         """The next to lose its last block first."""
         self._run_of: dict[bytes, _Run] = {}
@@ -79,7 +109,7 @@ class Shelf:
                 fresh.setdefault(key, index)
         return [*fresh.values(), *indices[end:]]
 
-    def has(self, coming: bool) -> Callable[[bytes], bool]:
+    def has(self, coming: bool = False) -> Callable[[bytes], bool]:
         """Whether a key is stored. coming: or being saved."""
         return (self._run_of if coming else self.stored).__contains__
 
@@ -112,28 +142,27 @@ class Shelf:
 
         They are in the order of the prompt. One that is stored or being saved already gets none.
         """
-        fresh: dict[bytes, int] = {}
-        new: list[int] = []
-        there, end = self._run_of, len(keys)
-        for index, slot in sorted(zip(indices, slots, strict=True)):
-            if index < end and (key := keys[index]) not in there and key not in fresh:
-                new.append(index)
-                fresh[key] = slot
-        if new:
+        if list(indices) != sorted(indices):
+            indices, slots = zip(*sorted(zip(indices, slots, strict=True)), strict=True)
+        end = bisect_left(indices, len(keys))
+        fresh = dict(zip(map(keys.__getitem__, indices[:end]), slots, strict=False))
+        for key in fresh.keys() & self._run_of.keys():
+            del fresh[key]
+        if fresh:
             self.unnamed.difference_update(fresh.values())
             self.saving.update(fresh)
-            at, behind = self._before(keys, new[0]), new[-1] + 1
+            at = self._before(keys, next(index for index in indices if keys[index] in fresh))
+            behind = 1 + next(index for index in reversed(indices[:end]) if keys[index] in fresh)
             before, after = keys[at] if at >= 0 else None, keys[behind] if behind < len(keys) else None
             self._list(list(fresh), before, after)
-            self.touch(keys[new[-1]])
+            self.touch(keys[behind - 1])
         return list(fresh)
 
     def commit(self, keys: Sequence[bytes]) -> None:
         """Make saved blocks visible under their keys."""
-        for key in keys:
-            self.stored[key] = self.saving.pop(key)
-            if key in self._gone:
-                del self._gone[key]
+        self.stored.update(zip(keys, map(self.saving.pop, keys), strict=True))
+        for key in self._gone.keys() & keys:
+            del self._gone[key]
 
     def revoke(self, keys: Sequence[bytes]) -> None:
         """Take back the slots of blocks whose save failed."""
@@ -145,6 +174,12 @@ class Shelf:
         if self.unnamed and (left := self.unnamed.intersection(slots)):
             self.unnamed -= left
             self.table.free(left)
+
+    def spare(self, count: int) -> None:
+        """Have so many slots free, as far as that is a small part of all: so who needs them next need not evict."""
+        short = min(count, self.table.slots // AHEAD_SHARE, self.room()) - self.table.free_count
+        if short > 0:
+            self._evict(short, ())
 
     def touch(self, key: bytes) -> int:
         """Count a block that is stored or being saved, and all before it, as just used, the first last to go.
@@ -162,22 +197,17 @@ class Shelf:
 
     def pin(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Keep stored keys where they are until `unpin`: their slots. The caller has checked that they are stored."""
-        slots = tuple([self.stored[key] for key in keys])
-        self.pins.update(slots)
+        slots = tuple(map(self.stored.__getitem__, keys))
+        self.pins.hold(slots)
         if keys:
             self.touch(keys[-1])
         return slots
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Let go of leased blocks; the last lease on a dropped one frees its slot."""
-        pins = self.pins
-        for slot in slots:
-            if pins[slot] > 1:
-                pins[slot] -= 1
-            else:
-                pins.pop(slot)
+        self.pins.let_go(slots)
         if self.detached:
-            freed = self.detached.intersection(slots).difference(pins)
+            freed = self.detached.intersection(slots) - self.pins
             self.detached -= freed
             self.table.free(freed)
 
@@ -199,9 +229,10 @@ class Shelf:
             "every key is in one run": sorted(listed) == sorted([*self.saving, *self.stored])
             and all(self._run_of[key] is run for run in self._runs for key in run.keys),
             "no run is empty": all(run.keys for run in self._runs),
-            "every pin has a lease": self.pins.total() == leases and min(self.pins.values(), default=1) > 0,
-            "only what is stored or dropped is leased": self.pins.keys() <= {*self.stored.values(), *self.detached},
-            "a dropped block is kept for a lease only": self.detached <= self.pins.keys(),
+            "every pin has a lease": len(self.pins) + self.pins.more.total() == leases
+            and self.pins.more.keys() <= self.pins,
+            "only what is stored or dropped is leased": self.pins <= {*self.stored.values(), *self.detached},
+            "a dropped block is kept for a lease only": self.detached <= self.pins,
         }
         broken = [fact for fact, holds in facts.items() if not holds]
         if broken:
@@ -214,6 +245,11 @@ class Shelf:
         empty: list[_Run] = []
         for run in self._runs:
             kept: list[bytes] = []
+            tail = run.keys[len(victims) - count :]
+            slots = list(map(stored.get, tail))
+            if None not in slots and pins.isdisjoint(slots) and spared.isdisjoint(tail):  # the usual case
+                del run.keys[-len(tail) :]
+                victims += reversed(tail)
             while run.keys and len(victims) < count:
                 key = run.keys.pop()
                 idle = key in stored and stored[key] not in pins and key not in spared
@@ -233,12 +269,12 @@ class Shelf:
     def _drop(self, keys: Sequence[bytes], why: Absence) -> None:
         """Take blocks from their keys; slots that nobody leases are free, the others once nobody does."""
         self._gone.update(dict.fromkeys(keys, why))
-        for _ in range(len(self._gone) - self._remember):
-            self._gone.popitem(last=False)
+        for key in list(islice(self._gone, max(0, len(self._gone) - self._remember))):
+            del self._gone[key]
         if self.dropped is not None:
             self.dropped(keys)
-        slots = {self.stored.pop(key) for key in keys}
-        leased = slots & self.pins.keys()
+        slots = set(map(self.stored.pop, keys))
+        leased = slots & self.pins
         self.detached |= leased
         self.table.free(slots - leased)
 

@@ -130,10 +130,16 @@ def continued_keys(
 
     first_block: index of the first of them in the whole prompt, by which `extras` is asked.
     """
+    full = len(tokens) // block_size * block_size
+    return keys_of(parent, token_bytes(tokens[:full]), block_size, extras, first_block)
+
+
+def keys_of(
+    parent: bytes, ids: bytes, block_size: int, extras: ExtrasOf | None = None, first_block: int = 0
+) -> list[bytes]:
+    """As `continued_keys`, of whole blocks of `token_bytes`."""
     if len(parent) != KEY_BYTES:
         raise NotCacheable(f"a parent key has {KEY_BYTES} bytes, not {len(parent)}; start a chain from an identity")
-    blocks = len(tokens) // block_size
-    ids = _token_bytes(tokens[: blocks * block_size])
     width = 4 * block_size
     # as `_packed` writes two parts, of which the second is empty where a block has no extras
     head, tail = pack("<QQ", 2, width), _NO_EXTRAS
@@ -157,7 +163,7 @@ def _at(extra: Extra, offset: int) -> Extra:
     return msgspec.structs.replace(extra, digest=extra.digest and _packed([extra.digest, _text(offset)]))
 
 
-def _token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as little-endian int32. A negative id is an engine's placeholder, so no content."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

@@ -63,8 +63,11 @@ class SlotTable:
 
     def free(self, slots: Iterable[int]) -> None:
         """Take back slots, in any order. Raises BadBlocks for one out of range, repeated or free already."""
+        ordered = sorted(slots)
         runs: list[list[int]] = []  # first slot, and the one behind the last
-        for slot in sorted(slots):
+        if ordered and ordered == list(range(ordered[0], ordered[0] + len(ordered))):
+            runs, ordered = [[ordered[0], ordered[-1] + 1]], []
+        for slot in ordered:
             if runs and runs[-1][1] == slot:
                 runs[-1][1] += 1
             else:

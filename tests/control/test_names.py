@@ -1,0 +1,81 @@
+"""Names of blocks, hashed late and once, against hashing all of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layercast.control import names
+from layercast.control.names import Names, presence
+from layercast.errors import NotCacheable
+from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.spec.identities import identities_of
+from layercast.spec.keys import Extra, ExtraKind, block_keys
+from layercast.testing.oracle import ByteEngine
+
+SPECS = (
+    GroupSpec("full", GroupKind.FULL, 2, (0,)),
+    GroupSpec("window", GroupKind.WINDOW, 4, (1,), 8),
+)
+IDENTITIES = identities_of(ByteEngine(SPECS, 2).layout, model="m")
+PROMPT = list(range(40))
+SALT = {0: [Extra(ExtraKind.SALT, b"tenant")]}
+
+prompts = st.lists(st.integers(0, 1), max_size=40)
+
+
+@given(st.lists(st.tuples(prompts, st.booleans(), st.integers(0, 25)), max_size=8))
+def test_what_was_said_before_has_the_name_that_hashing_gives(asked):
+    """Prompts of two letters share beginnings of any length; some have a salt, and not all is asked for at once."""
+    naming = Names(SPECS[:1], IDENTITIES[:1])
+    for nth, (tokens, salted, at_first) in enumerate(asked):
+        extras = SALT if salted else None
+        (chain,) = naming.of(str(nth), tokens, len(tokens), extras)
+        chain.upto(min(at_first, len(chain)))
+        assert list(chain) == block_keys(IDENTITIES[0], tokens, extras)
+
+
+def test_no_prompt_is_hashed_twice(monkeypatch):
+    naming = Names(SPECS, IDENTITIES)
+    first = [list(chain) for chain in naming.of("first", PROMPT, 40)]
+    monkeypatch.setattr(names, "keys_of", None)
+    assert [list(chain) for chain in naming.of(None, PROMPT, 40)] == first
+
+
+def test_what_is_said_is_forgotten_beyond_a_number_of_blocks_and_when_names_change(monkeypatch):
+    monkeypatch.setattr(names, "MOST_SAID", 50)
+    naming = Names(SPECS[:1], IDENTITIES[:1])
+    for nth in range(10):
+        (chain,) = naming.of(None, [nth, *PROMPT], 41)
+        chain.upto(1)
+        assert len(list(chain)) == 20
+    assert [len(run.keys) for run in naming._said._runs.values()] == [19, 19]
+    assert naming._said._blocks == 2 * 19
+    naming.renew()
+    assert not naming._said._runs
+    assert list(naming.of(None, PROMPT, 40)[0]) != block_keys(IDENTITIES[0], PROMPT)
+
+
+def test_a_request_that_goes_on_is_hashed_from_where_it_was():
+    naming, tokens = Names(SPECS[:1], IDENTITIES[:1]), PROMPT[:10]
+    (chain,) = naming.of("r", tokens, 10)
+    tokens += PROMPT[10:]
+    assert len(chain) == len(chain.upto(5)) == 5
+    assert list(naming.of("r", tokens, 40)[0]) == block_keys(IDENTITIES[0], PROMPT)
+    naming.forget("r")
+    assert len(naming) == 0
+
+
+def test_a_look_up_hashes_no_key_behind_the_first_absent_one_but_for_what_comes_in_a_go():
+    chains = Names(SPECS, IDENTITIES).of(None, PROMPT, 40)
+    assert presence(SPECS, chains, [lambda key: False] * 2, 0) == [[], []]
+    assert [len(chain.known) for chain in chains] == [1, 0]
+    there = set(block_keys(IDENTITIES[0], PROMPT)[:7])
+    assert presence(SPECS, chains, [there.__contains__, lambda key: True], 0) == [[True] * 7, [True] * 3]
+    assert [len(chain.known) for chain in chains] == [16, 3]
+
+
+def test_what_cant_be_named_is_an_error_when_it_is_asked_for():
+    (chain,) = Names(SPECS[:1], IDENTITIES[:1]).of("r", [1, 2, 3, -1], 4)
+    assert len(chain.upto(1)) == 1
+    with pytest.raises(NotCacheable):
+        chain.upto(2)
