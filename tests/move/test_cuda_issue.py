@@ -1,4 +1,5 @@
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layercast.move.cuda_issue import FIRST, MOST, compiled_issue, plain_issue
+from layercast.move.cuda_issue import AHEAD, CALL_BYTES, MOST, NAPS, PACE_BYTES, compiled_issue, plain_issue
 from layercast.move.cuda_program import Program
 from layercast.testing.move_laws import pieces_of
 
@@ -74,8 +75,80 @@ def test_copies_are_the_runs_row_by_row_and_cross_no_cut(device, rows, cuts, bat
     assert all(n > 0 and not any(a < c < a + n or b < c < b + n for c in cuts) for a, b, n in got)
 
 
-def test_calls_of_the_driver_begin_small_and_grow(device):
-    copied(device, pieces_of(*((i * 64, i * 64, 64) for i in range(2000))))
-    assert device.calls_of[0] == FIRST
-    assert max(device.calls_of) == MOST
-    assert sum(device.calls_of) == 2000
+@settings(deadline=None)
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(1, 4096), st.integers(1, 3 * CALL_BYTES)), min_size=1, max_size=3 * MOST, unique=False
+    )
+)
+def test_a_call_of_the_driver_holds_no_more_than_a_launch_may_wait_for(device, lengths):
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    got = copied(device, pieces_of(*((at, at, n) for at, n in zip(starts, lengths, strict=True))))
+    assert [(a, n) for a, _, n in merged(got)] == [(0, sum(lengths))]
+    copies = iter(got)
+    for count in device.calls_of:
+        assert count <= MOST
+        assert sum(next(copies)[2] for _ in range(count)) <= CALL_BYTES
+
+
+def merged(copies):
+    """Neighbours made one."""
+    out = []
+    for from_, to, nbytes in copies:
+        if out and out[-1][0] + out[-1][2] == from_ and out[-1][1] + out[-1][2] == to:
+            out[-1] = out[-1][0], out[-1][1], out[-1][2] + nbytes
+        else:
+            out.append((from_, to, nbytes))
+    return out
+
+
+class Slow(Copies):
+    """Counts a call as done only when whoever hands over rests, and then `pace` at a time."""
+
+    def __init__(self, a_nap):
+        super().__init__()
+        self.a_nap, self.late, self.most, self.naps = a_nap, [], 0, 0
+        self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
+        self.calls = replace(self.calls, rest=self._nap)
+
+    def _write(self, _stream, address, value, _flags):
+        self.late.append((address, value))
+        self.most = max(self.most, len(self.late))
+
+    def _rest(self, _us):
+        self.naps += 1
+        for _ in range(min(self.a_nap, len(self.late))):
+            address, value = self.late.pop(0)
+            ctypes.c_uint32.from_address(address).value = value
+        return 0
+
+
+@pytest.mark.parametrize("issue", [plain_issue, compiled_issue])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("a_nap", [1, 3])
+def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(issue, batched, a_nap):
+    if issue is compiled_issue:
+        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
+    device, pace = Slow(a_nap), np.zeros(PACE_BYTES // 8, np.int64)
+    device.issue = issue(device.calls, (0, 0))
+    quarter = CALL_BYTES // 4
+    for _ in range(5):  # calls are counted from program to program
+        program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
+        for nth in range(10):
+            program.copies([pieces_of((nth * quarter, nth * quarter, quarter))], 1, batched=batched)
+        device.issue(program.table(), program.longest, np.zeros(0, np.int64), errors)
+        assert not errors.any()
+    assert sum(nbytes for _, _, nbytes in device.copies) == 50 * quarter
+    assert device.most == AHEAD
+    assert pace[1] == 50 // 4
+
+
+def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
+    device, pace = Slow(0), np.zeros(PACE_BYTES // 8, np.int64)
+    device.issue = plain_issue(device.calls, (0, 0))
+    program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
+    program.copies([pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))], 1, batched=True)
+    device.issue(program.table(), program.longest, np.zeros(0, np.int64), errors)
+    assert not errors.any()
+    assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES
+    assert device.naps == 2 * NAPS

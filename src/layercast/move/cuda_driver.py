@@ -7,7 +7,7 @@ function pointers (see cuda_issue); the driver reads the low half where it wants
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layercast.errors import DeviceFailed, OutOfMemory, Refused
 
@@ -24,6 +24,20 @@ _STREAM_ORDER = 1
 Call = Callable[..., int]
 
 
+def memory_copy() -> Call:
+    """libc's memcpy(to, from, bytes), which keeps the interpreter lock."""
+    call = ctypes.PyDLL(None).memcpy
+    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    return call
+
+
+def sleep() -> Call:
+    """libc's usleep(microseconds), which gives the interpreter lock up."""
+    call = ctypes.CDLL(None).usleep
+    call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64]
+    return call
+
+
 @dataclass(frozen=True, slots=True)
 class Calls:
     """The calls that programs are made of; each returns 0 or an error code.
@@ -32,7 +46,8 @@ class Calls:
     copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
     record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
     parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
-    least `value`, where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy.
+    least `value`, where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy;
+    rest(microseconds): libc's usleep.
     """
 
     copy: Call
@@ -42,7 +57,8 @@ class Calls:
     launch: Call
     write: Call
     hold: Call
-    fetch: Call
+    fetch: Call = field(default_factory=memory_copy)
+    rest: Call = field(default_factory=sleep)
 
 
 class _Attributes(ctypes.Structure):
@@ -243,7 +259,6 @@ class Driver:
             launch=self._typed("cuLaunchKernel", 11),
             write=self._typed("cuStreamWriteValue32_v2", 4),
             hold=self._typed("cuStreamWaitValue32_v2", 4),
-            fetch=memory_copy(),
         )
 
     def _typed(self, name: str, arguments: int, library: ctypes.CDLL | None = None) -> Call:
@@ -255,13 +270,6 @@ class Driver:
     def batches(self) -> bool:
         """Whether one call can copy many pieces (drivers of CUDA 13 and later)."""
         return hasattr(self._lib, "cuMemcpyBatchAsync_v2")
-
-
-def memory_copy() -> Call:
-    """libc's memcpy(to, from, bytes), which keeps the interpreter lock."""
-    call = ctypes.PyDLL(None).memcpy
-    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    return call
 
 
 def device_holding(address: int) -> int | None:

@@ -19,9 +19,18 @@ Issue = Callable[[Ints, int, Ints, Ints], None]
 table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
 them was pinned by itself.
 """
-FIRST, MOST = 128, 256
-"""Copies in a program's first call, doubled from call to call up to the most: the engine starts early, and a thread
-that launches kernels waits for no more than one call."""
+MOST, CALL_BYTES = 128, 4 << 20
+"""Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
+AHEAD = 4
+"""Calls that a lane which keeps a pace has under way, at most. A device takes the copies of a direction as they come,
+so whatever else the process copies that way (the inputs of a forward, its tokens) waits for all that was handed over
+before it, however urgent: for 0.3 ms of a link so, and not for a whole load."""
+NAP_US, NAPS = 10, 20000
+"""Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second."""
+PACE_BYTES = 24
+"""A pace, in pinned memory: how many calls the device has done (32 bits), how many were handed over, and the bytes
+since."""
+_LOW = 0xFFFFFFFF
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -36,7 +45,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """
     from numba import njit
 
-    copies, note = njit(_copies(calls, attributes, njit(_unbroken))), njit(_note)
+    copies, note = njit(_copies(calls, attributes, njit(_unbroken), njit(_paced(calls)))), njit(_note)
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
     loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64))
     return loop  # type: ignore[no-any-return]
@@ -72,13 +81,36 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 # What numba compiles sees local names alone, so the driver's calls are closed over.
 
 
-def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room) -> (error code, next room).
+def _paced(calls: Calls) -> Callable[[int, int, int], int]:
+    """(pace, stream, bytes just handed over) -> error code; returns once fewer than AHEAD calls are under way."""
+    write, fetch, rest = calls.write, calls.fetch, calls.rest
+    call_bytes, ahead, nap_us, naps, low = CALL_BYTES, AHEAD, NAP_US, NAPS, _LOW
 
-    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written. room: copies
-    in the next call.
+    def run(pace: int, stream: int, nbytes: int) -> int:
+        code, looks, state = 0, 0, np.zeros(3, np.int64)
+        fetch(state.ctypes.data, pace, 24)
+        state[2] += nbytes
+        if state[2] >= call_bytes:
+            state[1], state[2] = state[1] + 1, 0
+            code = write(stream, pace, state[1] & low, 0)
+            while code == 0 and ((state[1] - state[0]) & low) >= ahead and looks < naps:
+                rest(nap_us)
+                fetch(state.ctypes.data, pace, 8)
+                looks += 1
+        fetch(pace + 8, state.ctypes.data + 8, 16)
+        return code
+
+    return run
+
+
+def _copies(
+    calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int], paced: Callable[[int, int, int], int]
+) -> Callable[..., int]:
+    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, pace) -> error code.
+
+    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
     """
-    (attribute, nth_attribute), most = attributes, MOST
+    (attribute, nth_attribute), most, most_bytes = attributes, MOST, CALL_BYTES
     one, many = calls.copy, calls.copy_batch
 
     def run(
@@ -90,34 +122,41 @@ def _copies(calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., i
         batched: int,
         cuts: Ints,
         call: Ints,
-        room: int,
-    ) -> tuple[int, int]:
-        code, filled, at = 0, 0, call.ctypes.data
+        pace: int,
+    ) -> int:
+        code, filled, nbytes, at = 0, 0, 0, call.ctypes.data
         for nth in range(pieces):
             for step in range(columns[3, nth]):
                 from_ = columns[0, nth] + source + step * columns[4, nth]
                 to, left = columns[1, nth] + target + step * columns[5, nth], columns[2, nth]
                 while left > 0 and code == 0:
-                    nbytes = unbroken(cuts, to, unbroken(cuts, from_, left))
+                    part = min(unbroken(cuts, to, unbroken(cuts, from_, left)), most_bytes - nbytes)
                     if batched:
-                        call[0, filled], call[1, filled], call[2, filled] = to, from_, nbytes
-                        filled += 1
+                        call[0, filled], call[1, filled], call[2, filled] = to, from_, part
                     else:
-                        code = one(to, from_, nbytes, stream)
-                    if filled == room:
-                        code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
-                        filled, room = 0, min(2 * room, most)
-                    to, from_, left = to + nbytes, from_ + nbytes, left - nbytes
+                        code = one(to, from_, part, stream)
+                    filled, nbytes = filled + 1, nbytes + part
+                    if filled == most or nbytes == most_bytes:
+                        if batched:
+                            code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
+                        if pace != 0 and code == 0:
+                            code = paced(pace, stream, nbytes)
+                        filled = nbytes = 0
+                    to, from_, left = to + part, from_ + part, left - part
         if filled > 0 and code == 0:
-            code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
-        return code, room
+            if batched:
+                code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
+            if pace != 0 and code == 0:
+                code = paced(pace, stream, nbytes)
+        return code
 
     return run
 
 
-def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., tuple[int, int]]:
+def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    by_piece = _copies(calls, attributes, _unbroken)
+    paced = _paced(calls)
+    by_piece = _copies(calls, attributes, _unbroken, paced)
 
     def run(
         columns: Ints,
@@ -128,32 +167,35 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., tu
         batched: int,
         cuts: Ints,
         call: Ints,
-        room: int,
-    ) -> tuple[int, int]:
+        pace: int,
+    ) -> int:
         from_, to, nbytes = columns[0, :pieces] + source, columns[1, :pieces] + target, columns[2, :pieces]
         broken = any(
             (np.searchsorted(cuts, at, "right") < np.searchsorted(cuts, at + nbytes)).any() for at in (from_, to)
         )
-        if not batched or broken or (columns[3, :pieces] != 1).any() or not nbytes.all():
-            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, room)
+        longest = int(nbytes.max(initial=0))
+        if not batched or broken or longest > CALL_BYTES or (columns[3, :pieces] != 1).any() or not nbytes.all():
+            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, pace)
         first = code = 0
         while first < pieces and code == 0:
-            count, skip = min(room, pieces - first), 8 * first
+            count, skip = min(MOST, CALL_BYTES // longest, pieces - first), 8 * first
             ends = to.ctypes.data + skip, from_.ctypes.data + skip, nbytes.ctypes.data + skip
             code = calls.copy_batch(*ends, count, *attributes, 1, stream)
-            first, room = first + count, min(2 * room, MOST)
-        return code, room
+            if pace and code == 0:
+                code = paced(pace, stream, int(nbytes[first : first + count].sum()))
+            first += count
+        return code
 
     return run
 
 
-def _batches(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callable[..., None]) -> Callable[..., int]:
-    """(a row of copies, columns, cuts, call, room, errors) -> room: batch by batch, each counted behind its copies."""
+def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]) -> Callable[..., None]:
+    """(a row of copies, columns, cuts, call, errors): batch by batch, each counted behind its copies."""
     fetch, write, width = calls.fetch, calls.write, len(COLUMNS)
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: int, errors: Ints) -> int:
+    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints) -> None:
         pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
-        batches, word, number, owner = row[11], row[12], row[13], row[14]
+        batches, word, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
         shift = np.empty(2, np.int64)
         for nth in range(width):
             fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, row[1 + nth], 8 * pieces)
@@ -161,32 +203,31 @@ def _batches(calls: Calls, copies: Callable[..., tuple[int, int]], note: Callabl
             fetch(shift.ctypes.data, shifts + 16 * nth, 16)
             whose, code = owner + nth if owner >= 0 else owner, 0
             if whose < 0 or errors[whose] == 0:
-                code, room = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, room)
+                code = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, pace)
             if code != 0:
                 note(errors, whose, code)
             if word != 0:
                 code = write(stream, word, (number + nth) & 0xFFFFFFFF, 0)
                 if code != 0:
                     note(errors, -1, code)
-        return room
 
     return run
 
 
-def _loop(calls: Calls, batches: Callable[..., int], note: Callable[..., None]) -> Issue:
+def _loop(calls: Calls, batches: Callable[..., None], note: Callable[..., None]) -> Issue:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, first_call, most, width = int(Op.RECORD), int(Op.WAIT), FIRST, MOST, len(COLUMNS)
+    is_record, is_wait, most, width = int(Op.RECORD), int(Op.WAIT), MOST, len(COLUMNS)
 
     def run(table: Ints, longest: int, cuts: Ints, errors: Ints) -> None:
-        room, call, columns = first_call, np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
+        call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 14]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 15]
             code = 0
             if op == is_copies:
-                room = batches(table[row], columns, cuts, call, room, errors)
+                batches(table[row], columns, cuts, call, errors)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:

@@ -18,9 +18,11 @@ from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
+from layercast.move.cuda_issue import PACE_BYTES
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
+from layercast.move.words import words_at
 from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
@@ -105,7 +107,10 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        self.tally = Tally(driver.host_memory(4))
+        self.tally = Tally(driver.host_memory(8 + PACE_BYTES))
+        pace = self.tally.address + 8
+        words_at(pace, PACE_BYTES // 4)[:] = 0
+        self._pace = pace if direction in (Direction.UP, Direction.DOWN) else 0
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -147,6 +152,7 @@ class Lane:
         Of what is staged only the second half waits: the first one
         fills slots, which say themselves when they are free.
         """
+        program.pace = self._pace
         program.wait(self._last(way), self._tail)
         if way is not Way.ENGINE:
             self.staging.nth_tables += 1

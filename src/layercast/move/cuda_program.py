@@ -13,8 +13,8 @@ import numpy.typing as npt
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 15
-"""Columns of a row: what to do, up to thirteen arguments, and whose it is."""
+WIDTH = 16
+"""Columns of a row: what to do, up to fourteen arguments, and whose it is."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -40,6 +40,8 @@ class Program:
     """By the id of an array that was handed in: what is kept, and its address."""
     longest: int = 0
     """Pieces in the longest row of copies."""
+    pace: int = 0
+    """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
 
     def table(self) -> Ints:
         """The rows as an int64 array [rows, WIDTH]."""
@@ -53,7 +55,7 @@ class Program:
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
         shifts = self.hold(np.array([batch.shift for batch in batches], np.int64))
-        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), word, number)
+        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), word, number, self.pace)
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
         """Where the arrays of pieces lie, and how many pieces there are."""
@@ -63,7 +65,7 @@ class Program:
 
     def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
         """One batch of what `columns` has said, shifted by the two numbers at the address `shift`."""
-        self._add(Op.COPIES, *columns, stream, batched, shift, 1, 0, 0)
+        self._add(Op.COPIES, *columns, stream, batched, shift, 1, 0, 0, self.pace)
 
     def parameters(self, values: Ints) -> list[int]:
         """Where kernels' parameters lie: for each row of `values`, 64-bit values or 32-bit ones in their low half."""
