@@ -11,10 +11,10 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    _join_log()
+    join_log()
 
 
-def _join_log() -> None:
+def join_log() -> None:
     """Let vLLM's log carry ours, receipts among it, unless somebody has set our logger up."""
     ours, theirs = logging.getLogger("layercast"), logging.getLogger("vllm")
     if ours.level == logging.NOTSET and not ours.handlers:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from layercast.config import from_mapping
+from layercast.connector.vllm import join_log
 from layercast.connector.vllm.metadata import Orders
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
@@ -27,6 +28,7 @@ from layercast.connector.vllm.stats import Metrics, Stats
 from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force, writes_blocks
 from layercast.connector.vllm.worker import WorkerHooks
 from layercast.observe.receipts import DISK
+from layercast.observe.start import start_line
 from layercast.spec.groups import GroupKind
 
 _log = logging.getLogger("layercast")
@@ -44,6 +46,7 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
     """A pool owes nobody what it saves: a dropped save is a miss."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        join_log()  # named by its module, it comes without the entry point that does this
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self.config = from_mapping(transfer.kv_connector_extra_config, "kv_connector_extra_config")
@@ -55,6 +58,8 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
                 transfer.kv_load_failure_policy,
             )
         self._layout = layout_in_force(vllm_config, kv_cache_config, self.config.block_major)
+        if role is KVConnectorRole.SCHEDULER:
+            _log.info("%s", start_line(self.config, transfer.kv_role, self._layout))
         if self.config.block_major and not self._layout.startswith("B") and role is KVConnectorRole.SCHEDULER:
             _log.info("KV lies as %s: all layers of a block together were asked for, and not granted", self._layout)
         if transfer.kv_role != "kv_both" and not self.config.disk_path and role is KVConnectorRole.SCHEDULER:
