@@ -135,7 +135,7 @@ class Ways:
 
         hashed: the side whose bytes are, and the slab's. Digests ride on the last batch, since movers keep order.
         """
-        layers, config = tuple(layer for layer in window if layer in plan.route.columns), self.config
+        layers, config = plan.route.window(tuple(window)).layers, self.config
         if not layers:
             return []
         read, order = hashed

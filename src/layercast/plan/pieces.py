@@ -10,8 +10,7 @@ Does not know devices, gates or requests.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -119,31 +118,32 @@ class DigestRanges(msgspec.Struct, frozen=True, eq=False):
         return self.addresses + self.shift if self.shift else self.addresses
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BlockRuns:
     """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks.
 
-    step: 1 where target ids ascend with the source ids, -1 where they descend.
+    step: 1 where target ids ascend with the source ids, -1 where they descend. pairs: (source block, target block) of
+    every block, in the order of the runs.
     """
 
     source: Ints
     target: Ints
     count: Ints
     step: Ints
+    pairs: tuple[Ints, Ints]
 
     @property
     def blocks(self) -> int:
         """Blocks in all runs."""
-        return int(self.count.sum())
+        return len(self.pairs[0])
 
-    @cached_property
-    def pairs(self) -> tuple[Ints, Ints]:
-        """(source block, target block) of every block, in the order of the runs. Once for all layers."""
-        steps = np.arange(self.blocks, dtype=np.int64) - np.repeat(np.cumsum(self.count) - self.count, self.count)
-        return (
-            np.repeat(self.source, self.count) + steps,
-            np.repeat(self.target, self.count) + steps * np.repeat(self.step, self.count),
-        )
+
+class Window(NamedTuple):
+    """What a route moves of a window: its layers, their columns, and how far they lie from these on both sides."""
+
+    layers: tuple[int, ...]
+    columns: Columns
+    shift: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class CopyPlan:
 
     def sized(self, layers: Sequence[int]) -> tuple[Pieces, tuple[int, int]]:
         """The pieces of a window of layers, and their (bytes, copies). Windows that are alike share their arrays."""
-        columns, shift = self.route.window(tuple(layers))
+        _, columns, shift = self.route.window(tuple(layers))
         found = self._spread.get(id(columns))
         if found is None:
             pieces = _spread(columns, self.runs)
@@ -200,7 +200,7 @@ class CopyPlan:
 
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
-        columns, shift = self.route.window((layer,))
+        _, columns, shift = self.route.window((layer,))
         found = self._hashed.get((id(columns), read, order))
         if found is None:
             found = self._hashed[id(columns), read, order] = self._digest_ranges(columns, read, order)
@@ -223,7 +223,9 @@ class CopyPlan:
         keep = low < high
         skip = (low - starts)[keep]
         step = self.runs.step[keep]
-        runs = BlockRuns(self.runs.source[keep] + skip, self.runs.target[keep] + skip * step, (high - low)[keep], step)
+        source, target = self.runs.source[keep] + skip, self.runs.target[keep] + skip * step
+        pairs = self.runs.pairs[0][first:last], self.runs.pairs[1][first:last]
+        runs = BlockRuns(source, target, (high - low)[keep], step, pairs)
         return CopyPlan(self.route, runs)
 
 
@@ -240,28 +242,27 @@ class Route:
     target_blocks: int
     columns: dict[int, Columns]
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _windows: dict[tuple[int, ...], tuple[Columns, tuple[int, int]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _windows: dict[tuple[int, ...], Window] = field(default_factory=dict, compare=False, repr=False)
     _alike: dict[tuple[object, ...], tuple[Columns, int]] = field(default_factory=dict, compare=False, repr=False)
     """By how far the layers of a window lie from its first: the first such window's columns, and its first layer."""
 
-    def window(self, layers: tuple[int, ...]) -> tuple[Columns, tuple[int, int]]:
-        """Columns for a window of layers, and how far it lies from them. Windows that are alike share them."""
+    def window(self, layers: tuple[int, ...]) -> Window:
+        """What it moves of these layers. Windows that are alike share their columns."""
         found = self._windows.get(layers)
         if found is None:
             found = self._windows[layers] = self._window(layers)
         return found
 
-    def _window(self, layers: tuple[int, ...]) -> tuple[Columns, tuple[int, int]]:
+    def _window(self, layers: tuple[int, ...]) -> Window:
+        layers = tuple(layer for layer in layers if layer in self.columns)
         chosen, shifts = [self.columns[layer] for layer in layers], self.shifts
         columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
         if not shifts or not layers:
-            return columns, _UNMOVED
+            return Window(layers, columns, _UNMOVED)
         source, target = shifts[layers[0]]
         apart = tuple((shifts[layer][0] - source, shifts[layer][1] - target) for layer in layers)
         columns, first = self._alike.setdefault(apart, (columns, layers[0]))
-        return columns, (source - shifts[first][0], target - shifts[first][1])
+        return Window(layers, columns, (source - shifts[first][0], target - shifts[first][1]))
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
@@ -359,7 +360,7 @@ def merged_columns(parts: Sequence[Columns]) -> Columns:
 def _runs(source: Ints, target: Ints) -> BlockRuns:
     """Maximal runs of block pairs, in order of the source id."""
     if len(source) == 0:
-        return BlockRuns(source, target, source, source)
+        return BlockRuns(source, target, source, source, (source, target))
     steps_on = source[1:] - source[:-1]
     if steps_on.min(initial=1) < 1:
         order = np.argsort(source, kind="stable")
@@ -367,14 +368,12 @@ def _runs(source: Ints, target: Ints) -> BlockRuns:
         steps_on = source[1:] - source[:-1]
     steps = target[1:] - target[:-1]
     # Targets are distinct, so a step up can't be followed by a step down: runs never need to be cut between the two.
-    ends = np.append(((steps_on != 1) | (np.abs(steps) != 1)).nonzero()[0] + 1, len(source))
-    heads = np.zeros_like(ends)
-    heads[1:] = ends[:-1]
-    counts = ends - heads
-    step = np.ones_like(counts)
-    long = counts > 1
-    step[long] = steps[heads[long]]
-    return BlockRuns(source[heads], target[heads], counts, step)
+    breaks = ((steps_on != 1) | (np.abs(steps) != 1)).nonzero()[0] + 1
+    edges = np.empty(len(breaks) + 2, np.int64)
+    edges[0], edges[1:-1], edges[-1] = 0, breaks, len(source)
+    heads, counts = edges[:-1], edges[1:] - edges[:-1]
+    step = np.where(counts > 1, steps[np.minimum(heads, len(steps) - 1)], 1) if len(steps) else counts
+    return BlockRuns(source[heads], target[heads], counts, step, (source, target))
 
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
