@@ -2,8 +2,9 @@
 
     python bench/bench_scheduler.py --json bench/results/scheduler.json
 
-One group of blocks of 16 tokens; one thread. All of it is serial before a forward (settling: after it), so each figure
-is time that a request waits. A fresh request each round, except where "repeated" is said.
+One group, blocks of 16 tokens; one thread. Looking up and ordering are serial before a forward, so each of these is
+time that a request waits; names come while the forward runs, settling after it. A fresh request each round; a hit is
+one by a request that was not seen before, except where "asked again" is said.
 """
 
 import argparse

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import count
 from math import inf
+from typing import cast
 
 import msgspec
 
@@ -56,7 +57,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
     id: str
     request: str
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[Sequence[int], ...]
     slots: tuple[tuple[int, ...], ...]
     keys: tuple[list[bytes], ...]
 
@@ -149,8 +150,7 @@ class Directory:
 
     def present(self, group: int, keys: Keys) -> list[bool]:
         """Whether each key can be leased now."""
-        stored = self._shelves[group].stored
-        return [key in stored for key in keys]
+        return list(map(self.has(group), keys))
 
     def absences(self, group: int, keys: Keys) -> list[Absence | None]:
         """Why each key can't be leased now; None where it can."""
@@ -218,14 +218,18 @@ class Directory:
 
     def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> Lease:
         groups = list(self._by_group(wanted))
-        if not all(all(map(shelf.has(), keys)) for shelf, keys in groups):
+        found = [tuple(map(shelf.stored.get, keys)) for shelf, keys in groups]
+        if any(None in slots for slots in found):
             absences = Counter(why for shelf, keys in groups for key in keys if (why := shelf.absence(key)) is not None)
             self._misses.update(absences)
             raise Missing(
                 f"{request}: {absences.total()} of {sum(map(len, wanted))} blocks are not in the pool "
                 f"({_listed(absences)}); recompute them"
             )
-        return Lease(self._id("lease"), request, tuple([shelf.pin(keys) for shelf, keys in groups]), deadline)
+        slots = cast(list[tuple[int, ...]], found)
+        for (shelf, keys), there in zip(groups, slots, strict=True):
+            shelf.pin(keys, there)
+        return Lease(self._id("lease"), request, tuple(slots), deadline)
 
     def renew(self, lease: Lease) -> None:
         """Give a lease its full time again. Raises Missing if it has ended."""
@@ -246,27 +250,22 @@ class Directory:
     # ---- saves ----
 
     def reserve(
-        self,
-        request: str,
-        keys: Sequence[Keys],
-        held: Sequence[Held] | None = None,
-        tokens: Sequence[int] = (),
+        self, request: str, keys: Sequence[Keys], held: Sequence[Held] | None = None, tokens: Sequence[int] = ()
     ) -> Reservation:
         """Slots for those of `keys` (of each group) that are neither stored nor being saved: all of them or none.
 
         keys: the whole prefix, so that it is kept in one piece: none of it is evicted for the rest, and the first
         keys last to go. The lists may grow later; where something is held behind their ends, all of it gets its names
-        then (`name`).
-        held: for each group what is looked at and saved (None: all); slots ascend with the blocks, so that neighbours
-        stay neighbours. tokens: as in `Change`.
+        then (`name`). held: for each group what is looked at and saved (None: all); slots ascend with the blocks, so
+        that neighbours stay neighbours. tokens: as in `Change`.
         Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
         """
         self.expire(self.clock())
         if held is None:
-            held = [(range(len(named)), ()) for named in keys]
-        wanted: list[tuple[Shelf, tuple[int, ...]]] = []
+            held = [(tuple(range(len(named))), ()) for named in keys]
+        wanted: list[tuple[Shelf, Sequence[int]]] = []
         for group, ((shelf, named), (some, blocks)) in enumerate(zip(self._by_group(keys), held, strict=True)):
-            indices = tuple(shelf.unknown(named, some))
+            indices = shelf.unknown(named, some)
             if blocks and list(blocks) != sorted(blocks):
                 indices = tuple(sorted(indices, key=dict(zip(some, blocks, strict=True)).__getitem__))
             room = shelf.room()
@@ -299,8 +298,9 @@ class Directory:
         """
         if (saving := self._savings.get(reservation)) is not None:
             self._name(saving.reservation, saving.chains)
-            for shelf, slots in zip(self._shelves, saving.reservation.slots, strict=True):
-                shelf.spare(len(slots))
+            for shelf, keys, some in zip(self._shelves, saving.chains, saving.reservation.indices, strict=True):
+                shelf.newest(keys, max(some, default=-1))
+                shelf.spare(len(some))
 
     def commit(self, reservation: str, rank: int = 0) -> bool:
         """One rank has every byte of its part in place. Whether the blocks became visible by this report."""

@@ -107,7 +107,7 @@ class Shelf:
         for index in indices[:end]:
             if (key := keys[index]) not in there:
                 fresh.setdefault(key, index)
-        return [*fresh.values(), *indices[end:]]
+        return indices if len(fresh) == end else (*fresh.values(), *indices[end:])
 
     def has(self, coming: bool = False) -> Callable[[bytes], bool]:
         """Whether a key is stored. coming: or being saved."""
@@ -155,7 +155,6 @@ class Shelf:
             behind = 1 + next(index for index in reversed(indices[:end]) if keys[index] in fresh)
             before, after = keys[at] if at >= 0 else None, keys[behind] if behind < len(keys) else None
             self._list(list(fresh), before, after)
-            self.touch(keys[behind - 1])
         return list(fresh)
 
     def commit(self, keys: Sequence[bytes]) -> None:
@@ -195,13 +194,11 @@ class Shelf:
             run = run.before
         return blocks
 
-    def pin(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """Keep stored keys where they are until `unpin`: their slots. The caller has checked that they are stored."""
-        slots = tuple(map(self.stored.__getitem__, keys))
+    def pin(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Keep stored keys where they are, in these slots, until `unpin`."""
         self.pins.hold(slots)
         if keys:
             self.touch(keys[-1])
-        return slots
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Let go of leased blocks; the last lease on a dropped one frees its slot."""

@@ -8,6 +8,7 @@ Does not know requests, tokens or what the copies are for.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -29,7 +30,8 @@ class Holds:
 
     def hold(self, order: str, pairs: Sequence[BlockPairs]) -> None:
         """Keep an order's blocks from being handed out, until it is released."""
-        blocks = [self._pool.blocks[block] for pair in pairs for block in pair.blocks]
+        numbers = chain.from_iterable(pair.blocks for pair in pairs)
+        blocks = list(map(self._pool.blocks.__getitem__, numbers))
         self._pool.touch(blocks)
         self._held[order] = blocks
 

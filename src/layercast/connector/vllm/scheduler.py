@@ -170,6 +170,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._lost(known, match, tables)
             return
         known.order, known.loading = order, order.id
+        if not known.local:
+            known.saved = match.tokens  # the pool has all that the engine holds of it
         self._drain_until_s = time.monotonic() + DRAIN_S
         self._holds.hold(order.id, order.pairs)
         if known.parked:
