@@ -204,7 +204,7 @@ def test_a_run_that_raises_takes_no_place_in_the_queue_with_it(ends_at_once):
     try:
         for _ in range(3):
             try:
-                issuer.add_saves([Batch(Careless(), "x", (0,), NOTHING, (), after)])
+                issuer.add_saves([Batch(Careless(), "x", (0,), NOTHING, None, after)])
             except ArithmeticError:
                 assert ends_at_once
         if not ends_at_once:

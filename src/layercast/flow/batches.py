@@ -5,10 +5,11 @@ Does not know queues, gates or threads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from layercast.config import Config
-from layercast.flow.issue import Batch, Run
+from layercast.flow.issue import Batch, Hashed, Run
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
 from layercast.flow.runs import LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
@@ -105,21 +106,26 @@ class Ways:
             for group, plan in plans:
                 slots = plan.pairs()[0]
                 run.kept[group] = slots, dict(zip(self.rows[group], self.slab.digests[group][:, slots], strict=True))
+        hashed = [self._hashed(plan, "target", "source") for _, plan in plans]
         return [
             batch
             for window in windows_of(self.layers, order.window)
-            for group, plan in plans
-            for batch in self._batches(run, run.id, group, plan, window, after, ("target", "source"))
+            for (group, plan), ranges in zip(plans, hashed, strict=True)
+            for batch in self._batches(run, run.id, group, plan, window, ranges, after)
         ]
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
         """The copies of a step's saves in the windows that have been written, each ordered behind its flight."""
+        hashed = [self._hashed(plan, "source", "target") for _, plan in save.plans]
         return [
             batch
             for window, mark in written
-            for group, plan in save.plans
-            for batch in self._batches(save, save.id, group, plan, window, (mark,), ("source", "target"))
+            for (group, plan), ranges in zip(save.plans, hashed, strict=True)
+            for batch in self._batches(save, save.id, group, plan, window, ranges, (mark,))
         ]
+
+    def _hashed(self, plan: CopyPlan, read: Side, slab: Side) -> Hashed | None:
+        return partial(plan.digest_ranges, read=read, order=slab) if self.verify else None
 
     def _batches(
         self,
@@ -128,26 +134,18 @@ class Ways:
         group: int,
         plan: CopyPlan,
         window: Sequence[int],
+        hashed: Hashed | None,
         after: tuple[Flight, ...],
-        hashed: tuple[Side, Side],
     ) -> list[Batch]:
-        """What a plan moves of a window, within the limits.
-
-        hashed: the side whose bytes are, and the slab's. Digests ride on the last batch, since movers keep order.
-        """
-        layers, config = plan.route.window(tuple(window)).layers, self.config
+        """What a plan moves of a window, within the limits. The last batch is hashed, since movers keep order."""
+        layers, pieces, size = plan.sized(window)
+        most = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
         if not layers:
             return []
-        read, order = hashed
-        digests = tuple(plan.digest_ranges(layer, read=read, order=order) for layer in layers) if self.verify else ()
-        if not (config.layerwise_max_transfer_blocks or config.layerwise_max_transfer_bytes):
-            pieces, size = plan.sized(layers)
-            return [Batch(run, owner, layers, pieces, digests, after, size, group)]
-        *first, last = batches_of(
-            plan, layers, config.layerwise_max_transfer_blocks, config.layerwise_max_transfer_bytes
-        )
-        parts = [*((pieces, ()) for pieces in first), (last, digests)]
+        if not any(most):
+            return [Batch(run, owner, layers, pieces, hashed, after, size, group)]
+        *first, last = batches_of(plan, layers, *most)
         return [
-            Batch(run, owner, layers, pieces, ends, after, (pieces.nbytes, int(pieces.count.sum())), group)
-            for pieces, ends in parts
+            Batch(run, owner, layers, part, ranges, after, (part.nbytes, int(part.count.sum())), group)
+            for part, ranges in [*((part, None) for part in first), (last, hashed)]
         ]

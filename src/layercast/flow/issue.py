@@ -50,9 +50,13 @@ class Run(Protocol):
         ...
 
 
+Hashed = Callable[[int], DigestRanges]
+
+
 class Batch(msgspec.Struct, frozen=True, eq=False):
     """One submission: pieces, then digests of what they moved.
 
+    hashed: what the digest of each layer covers; None = there are none.
     layers: what it brings nearer to complete; its first is the layer that waits for it.
     size: (bytes, copies) of its pieces. group: whose blocks it moves, by its index in the layout.
     """
@@ -61,7 +65,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     owner: str
     layers: tuple[int, ...]
     pieces: Pieces
-    digests: tuple[DigestRanges, ...] = ()
+    hashed: Hashed | None = None
     after: tuple[Flight, ...] = ()
     size: tuple[int, int] = (0, 0)
     group: int = 0
@@ -214,7 +218,7 @@ class Issuer:
         Flights of a mover of whole steps end together, or nearly, so there the last one speaks for all of them.
         """
         sent = [
-            self._sent(batch, flight) if batch.digests else Sent(batch, flight)
+            Sent(batch, flight) if batch.hashed is None else self._sent(batch, flight, batch.hashed)
             for batch, flight in zip(batches, flights, strict=True)
         ]
         for part in [sent] if self._mover.whole_steps else [[one] for one in sent]:
@@ -225,11 +229,11 @@ class Issuer:
     def _await(self, part: Sequence[Sent], submitted_s: float) -> None:
         part[-1].flight.then(lambda _: self._ended(part, submitted_s))
 
-    def _sent(self, batch: Batch, last: Flight) -> Sent:
+    def _sent(self, batch: Batch, last: Flight, hashed: Hashed) -> Sent:
         digests: list[DigestFlight] = []
         try:
-            for ranges in batch.digests:
-                last = digest = self._mover.digest(ranges, after=(last,))
+            for layer in batch.layers:
+                last = digest = self._mover.digest(hashed(layer), after=(last,))
                 digests.append(digest)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
             last = _failed_behind(last, error)

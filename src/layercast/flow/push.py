@@ -7,6 +7,7 @@ Does not know states, tickets, or what a message looks like on the wire.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -128,7 +129,7 @@ class PushRun:
         if plan is None or not plan.blocks:
             self._announcer.layer_sent(order, layer, (), b"")
             return
-        ranges = (plan.digest_ranges(layer, read="source", order="target"),) if self._verify else ()
+        ranges = partial(plan.digest_ranges, read="source", order="target") if self._verify else None
         pieces, after = plan.layer(layer), (self._mover.mark(),)
         batch = Batch(self, self._transfer, (layer,), pieces, ranges, after, (pieces.nbytes, int(pieces.count.sum())))
         with self._lock:

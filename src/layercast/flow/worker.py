@@ -31,7 +31,7 @@ from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
 
-HANDED_OVER = 8
+HANDED_OVER = 16
 """Saved windows handed over at a time: to wake the thread that copies costs the forward more than all the rest."""
 Ready = tuple[Sequence[int], Flight]
 """Layers that are written, and what their copies wait for."""

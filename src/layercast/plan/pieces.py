@@ -168,24 +168,25 @@ class CopyPlan:
 
     def layer(self, layer: int) -> Pieces:
         """The pieces of one layer."""
-        return self.sized((layer,))[0]
+        return self.sized((layer,))[1]
 
     def window(self, layers: Sequence[int]) -> Pieces:
         """The pieces of several layers at once, merged where both sides are adjacent."""
-        return self.sized(layers)[0]
+        return self.sized(layers)[1]
 
-    def sized(self, layers: Sequence[int]) -> tuple[Pieces, tuple[int, int]]:
-        """The pieces of a window of layers, and their (bytes, copies). Windows that are alike share their arrays."""
-        _, columns, shift = self.route.window(tuple(layers))
+    def sized(self, window: Sequence[int]) -> tuple[tuple[int, ...], Pieces, tuple[int, int]]:
+        """(layers that it has of a window, their pieces, (bytes, copies) of these).
+
+        Windows that are alike share their arrays.
+        """
+        layers, columns, shift = self.route.window(tuple(window))
         found = self._spread.get(id(columns))
         if found is None:
             pieces = _spread(columns, self.runs)
             found = self._spread[id(columns)] = pieces, (pieces.nbytes, int(pieces.count.sum()))
         pieces, size = found
-        if shift == _UNMOVED:
-            return found
-        arrays = pieces.sources, pieces.targets, pieces.length, pieces.count
-        return Pieces(*arrays, pieces.source_stride, pieces.target_stride, shift), size
+        sides, sizes = (pieces.sources, pieces.targets), (pieces.length, pieces.count)
+        return layers, Pieces(*sides, *sizes, pieces.source_stride, pieces.target_stride, shift), size
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
@@ -371,9 +372,10 @@ def _runs(source: Ints, target: Ints) -> BlockRuns:
     breaks = ((steps_on != 1) | (np.abs(steps) != 1)).nonzero()[0] + 1
     edges = np.empty(len(breaks) + 2, np.int64)
     edges[0], edges[1:-1], edges[-1] = 0, breaks, len(source)
-    heads, counts = edges[:-1], edges[1:] - edges[:-1]
-    step = np.where(counts > 1, steps[np.minimum(heads, len(steps) - 1)], 1) if len(steps) else counts
-    return BlockRuns(source[heads], target[heads], counts, step, (source, target))
+    heads, ends = edges[:-1], edges[1:]
+    first = target[heads]
+    step = np.where(target[ends - 1] < first, -1, 1)
+    return BlockRuns(source[heads], first, ends - heads, step, (source, target))
 
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
