@@ -6,7 +6,6 @@ save, and `reset_prefix_cache`, sleep and pause find no block in use. While the 
 Does not know requests, tokens or what the copies are for.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
@@ -24,7 +23,7 @@ class Holds:
         self._reused = reused
         self._can_watch = hasattr(pool, "unpin_blocks")
         self._held: dict[str, list[KVCacheBlock]] = {}
-        self._watched: defaultdict[int, set[str]] = defaultdict(set)
+        self._watched: dict[int, tuple[str, ...]] = {}
         """Block to the orders that read it without holding it."""
         self._watching: dict[str, set[int]] = {}
 
@@ -38,8 +37,8 @@ class Holds:
     def keep(self, order: str, pairs: Sequence[BlockPairs]) -> None:
         """Keep the content of an order's blocks until it is released, or hear of it if it can't be kept."""
         self.hold(order, pairs)
-        if self._can_watch:
-            self._watch(order, [block for block in self._held[order] if self._lasts(block)])
+        if self._can_watch and self._pool.enable_caching:
+            self._watch(order, [block for block in self._held[order] if block.block_hash is not None])
 
     def release(self, orders: Iterable[str]) -> None:
         """Let go of the blocks of orders that have ended."""
@@ -81,19 +80,20 @@ class Holds:
 
     def _forget(self, order: str, blocks: Iterable[int]) -> None:
         """Watch these blocks of an order no more."""
-        left = self._watching.get(order, set())
+        left, alone = self._watching.get(order, set()), (order,)
         for block in list(blocks):
             left.discard(block)
-            self._watched[block].discard(order)
-            if not self._watched[block]:
-                del self._watched[block]
+            if (orders := self._watched.pop(block, alone)) != alone:
+                self._watched[block] = tuple(other for other in orders if other != order)
 
     def _watch(self, order: str, blocks: Sequence[KVCacheBlock]) -> None:
         ids = {block.block_id for block in blocks}
         self._held[order] = [block for block in self._held[order] if block.block_id not in ids]
         self._watching.setdefault(order, set()).update(ids)
-        for block in ids:
-            self._watched[block].add(order)
+        shared = self._watched.keys() & ids
+        self._watched.update(dict.fromkeys(ids - shared, (order,)))
+        for block in shared:
+            self._watched[block] += (order,)
         self._pool.unpin_blocks(blocks, self._on_reuse)
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
