@@ -21,15 +21,15 @@ them was pinned by itself.
 """
 MOST, CALL_BYTES = 128, 4 << 20
 """Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
-AHEAD = 4
-"""Calls that a lane which keeps a pace has under way, at most. A device takes the copies of a direction as they come,
-so whatever else the process copies that way (the inputs of a forward, its tokens) waits for all that was handed over
-before it, however urgent: for 0.3 ms of a link so, and not for a whole load."""
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second."""
-PACE_BYTES = 24
-"""A pace, in pinned memory: how many calls the device has done (32 bits), how many were handed over, and the bytes
-since."""
+PACE_WORDS = 4
+"""A pace: int64 words in pinned memory. Calls that the device has done (its low half), calls handed over, bytes handed
+over since, and how many calls may be under way.
+
+A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
+forward, its tokens) waits for all that was handed over before it, on whatever stream.
+"""
 _LOW = 0xFFFFFFFF
 
 
@@ -82,18 +82,18 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 def _paced(calls: Calls) -> Callable[[int, int, int], int]:
-    """(pace, stream, bytes just handed over) -> error code; returns once fewer than AHEAD calls are under way."""
+    """(pace, stream, bytes just handed over) -> error code; returns once another call may be under way."""
     write, fetch, rest = calls.write, calls.fetch, calls.rest
-    call_bytes, ahead, nap_us, naps, low = CALL_BYTES, AHEAD, NAP_US, NAPS, _LOW
+    call_bytes, nap_us, naps, low = CALL_BYTES, NAP_US, NAPS, _LOW
 
     def run(pace: int, stream: int, nbytes: int) -> int:
-        code, looks, state = 0, 0, np.zeros(3, np.int64)
-        fetch(state.ctypes.data, pace, 24)
+        code, looks, state = 0, 0, np.zeros(4, np.int64)
+        fetch(state.ctypes.data, pace, 32)
         state[2] += nbytes
         if state[2] >= call_bytes:
             state[1], state[2] = state[1] + 1, 0
             code = write(stream, pace, state[1] & low, 0)
-            while code == 0 and ((state[1] - state[0]) & low) >= ahead and looks < naps:
+            while code == 0 and ((state[1] - state[0]) & low) >= state[3] and looks < naps:
                 rest(nap_us)
                 fetch(state.ctypes.data, pace, 8)
                 looks += 1

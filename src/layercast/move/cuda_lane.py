@@ -18,7 +18,7 @@ from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
-from layercast.move.cuda_issue import PACE_BYTES
+from layercast.move.cuda_issue import PACE_WORDS
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
@@ -34,6 +34,9 @@ SLOTS = 3
 STAGED_GRID = 16
 GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 64}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model."""
+CALLS_AHEAD = {Direction.UP: 12, Direction.DOWN: 4}
+"""Calls under way, at most (see `cuda_issue`): as little as keeps a link busy while a thread writes the next program,
+1 ms; from the device, where nobody waits for the next, 0.3 ms."""
 TABLES = 8
 """Programs under way at a time that use the kernel; one more waits for the first to end."""
 TABLE_BYTES = 1 << 20
@@ -107,10 +110,8 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        self.tally = Tally(driver.host_memory(8 + PACE_BYTES))
-        pace = self.tally.address + 8
-        words_at(pace, PACE_BYTES // 4)[:] = 0
-        self._pace = pace if direction in (Direction.UP, Direction.DOWN) else 0
+        self.tally = Tally(driver.host_memory(8 * (1 + PACE_WORDS)))
+        self._pace = self._take_pace(self.tally.address + 8) if direction in CALLS_AHEAD else 0
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -293,6 +294,11 @@ class Lane:
         """What `to` gets next goes behind all that `from_` has now."""
         program.record(self._filled, from_)
         program.wait(to, self._filled)
+
+    def _take_pace(self, address: int) -> int:
+        words_at(address, 2 * PACE_WORDS)[:] = 0
+        words_at(address, 2 * PACE_WORDS)[6] = CALLS_AHEAD[self.direction]
+        return address
 
     def _take_tables(self) -> None:
         """Memory for the kernel's tables; without it there is no kernel."""
