@@ -121,7 +121,7 @@ def hooks_of(engine: Engine, prompt: list[int]) -> dict[str, float]:
     worker = engine.hooks._worker
     with (
         timed(engine.hooks, (*STEP_HOOKS, *LAYER_HOOKS), spent),
-        timed(worker.gates._gate, ("wait",), waits),
+        timed(worker.gates.gate, ("wait",), waits),
         decided(waits),
     ):
         engine.answer(prompt)

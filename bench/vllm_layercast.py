@@ -28,7 +28,7 @@ class Ours:
         return {
             **self.engine.facts(),
             "mover": type(hooks._worker.mover).__name__,
-            "gate": type(hooks._worker.gates._gate).__name__,
+            "gate": type(hooks._worker.gates.gate).__name__,
             "in_forward": not self.scheduler_side._background,
             "settings": {name: getattr(hooks.config, name) for name in hooks.config.__struct_fields__},
             "block_bytes": [group.block_bytes for group in hooks._worker.ways.slab.layout.groups],

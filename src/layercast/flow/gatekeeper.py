@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from layercast.errors import DeadlineExceeded
 from layercast.flow.issue import Batch, Sent
 from layercast.flow.runs import LoadRun
 from layercast.move.base import Flight, Gate
@@ -18,7 +17,8 @@ class Gatekeeper:
     """One step's gates at a time."""
 
     def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+        self.gate = gate
+        """What a layer waits on; where that is in vain, see `give_up`."""
         self._lock = threading.Lock()
         self._live: set[LoadRun] = set()
         self._due: dict[Batch, Flight | None] = {}
@@ -44,20 +44,14 @@ class Gatekeeper:
         over.land()
         self.opened([Sent(batch, over) for batch in batches])
 
-    def wait(self, layer: int, timeout_s: float) -> tuple[float, list[LoadRun]]:
-        """(seconds blocked, the loads that were late for this layer and no longer count)."""
-        try:
-            return self._gate.wait(layer, timeout_s), []
-        except DeadlineExceeded:
-            return timeout_s, self._give_up(layer)
-
     def release(self) -> None:
         """The step is over: nothing waits any more."""
         with self._lock:
             self._live, self._due, self._flights = set(), {}, {}
-            self._gate.reset()
+            self.gate.reset()
 
-    def _give_up(self, layer: int) -> list[LoadRun]:
+    def give_up(self, layer: int) -> list[LoadRun]:
+        """The loads that were late for this layer; they no longer count."""
         with self._lock:
             late = [run for run in self._live if any(layer in batch.layers for batch in run.left())]
             self._live.difference_update(late)
@@ -69,10 +63,10 @@ class Gatekeeper:
         self._due = {batch: flight for run in self._live for batch, flight in run.left().items()}
         known = {batch: flight for batch, flight in self._flights.items() if batch in self._due}
         self._flights = {batch: flight for batch, flight in self._due.items() if flight is not None} | known
-        self._gate.reset()
-        self._gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
+        self.gate.reset()
+        self.gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
         self._pass(self._flights)
 
     def _pass(self, flights: Mapping[Batch, Flight]) -> None:
         if flights:
-            self._gate.open_all([(layer, flight) for batch, flight in flights.items() for layer in batch.layers])
+            self.gate.open_all([(layer, flight) for batch, flight in flights.items() for layer in batch.layers])

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layercast.errors import Missing, Refused
+from layercast.errors import DeadlineExceeded, Missing, Refused
 from layercast.flow.batches import Ways
 from layercast.flow.gatekeeper import Gatekeeper
 from layercast.flow.issue import Batch, Issuer, Sent
@@ -274,9 +274,12 @@ class LayerStep:
         self._waited.add(layer)
         if timeline.on:
             self._computed()
-        blocked, late = self._worker.gates.wait(layer, self._timeout_s)
-        for run in late:
-            run.fail(LoadEnd.LATE, f"layer {layer} had not arrived after {self._timeout_s:g} s")
+        try:
+            blocked = self._worker.gates.gate.wait(layer, self._timeout_s)
+        except DeadlineExceeded:
+            blocked = self._timeout_s
+            for run in self._worker.gates.give_up(layer):
+                run.fail(LoadEnd.LATE, f"layer {layer} had not arrived after {self._timeout_s:g} s")
         if blocked:
             for run in self._loads:
                 if layer in run.layers:

@@ -295,10 +295,10 @@ def route_between(source: Group, target: Group) -> Route:
 def checked_ids(ids: Sequence[int], blocks: int, owner: str) -> Ints:
     """Block ids as an array. Raises BadBlocks for one outside [0, blocks)."""
     try:
-        array = np.asarray(ids, dtype=np.int64).reshape(-1)
+        array = np.array(ids, np.int64)
     except OverflowError as error:
         raise BadBlocks(f"{owner}: a block is outside 0..{blocks - 1}: {error}") from error
-    if len(array) and (array.min() < 0 or array.max() >= blocks):
+    if (array.view(np.uint64) >= blocks).any():  # as which those below 0 are too large as well
         bad = array[(array < 0) | (array >= blocks)][0]
         raise BadBlocks(f"{owner}: block {bad} is outside 0..{blocks - 1}")
     return array
