@@ -39,7 +39,10 @@ class Pool(SchedulerSide):
         return self.worker.begin(orders)
 
     def reports(self, step: int, timeout_s: float = 0.0) -> Settled:
-        """Settle what has ended since the last step, first waiting up to `timeout_s` for what is under way."""
+        """Settle what has ended since the last step, first waiting up to `timeout_s` for what is under way.
+
+        Raises DeadlineExceeded, and then has settled nothing.
+        """
         if timeout_s:
             self.backing.wait(timeout_s)
             self._pass_on()

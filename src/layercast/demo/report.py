@@ -3,6 +3,7 @@
 Does not know how the values came about.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from layercast.errors import Refused
 from layercast.observe.pictures import Panel, write_html, write_png
+from layercast.observe.receipts import Receipt
 from layercast.observe.timeline import Span
 from layercast.observe.traces import write_trace
 
@@ -73,6 +75,24 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 Taken = tuple[ModeResult, tuple[Span, ...]]
 """Figures and spans of one answer."""
+
+
+def mode_of(receipt: Receipt, ttft_s: float, text: str) -> ModeResult:
+    """The figures of an answer by this process."""
+    return ModeResult(
+        ttft_ms=ttft_s * 1e3,
+        prompt_tokens=receipt.prompt_tokens,
+        computed_tokens=receipt.computed_tokens,
+        loaded_tokens=receipt.loaded_tokens,
+        bytes=receipt.nbytes,
+        layers=receipt.layers,
+        transfer_ms=receipt.transfer_s * 1e3,
+        exposed_ms=receipt.exposed_s * 1e3,
+        overlap=receipt.overlap,
+        verified=receipt.verified if receipt.loaded_tokens else None,
+        pids=(os.getpid(),),
+        text=text,
+    )
 
 
 def in_the_middle(taken: Mapping[str, Sequence[Taken]], link_gbps: float | None, about: str) -> DemoResult:

@@ -25,10 +25,9 @@ from layercast.connector.transformers.requests import Params, Result
 from layercast.demo.model import load, prepare, prompt_ids, quicker_dtype
 from layercast.demo.prefill import Done, Job, Prefiller, Setup, prefill_process
 from layercast.demo.prompt import EARLIER_QUESTION, QUESTION
-from layercast.demo.report import MODES, DemoResult, ModeResult, Taken, in_the_middle, until_first_token
+from layercast.demo.report import MODES, DemoResult, ModeResult, Taken, in_the_middle, mode_of, until_first_token
 from layercast.demo.sizes import SETTINGS
 from layercast.errors import Refused
-from layercast.flow.orders import LoadOutcome
 from layercast.observe.receipts import overlap
 from layercast.observe.timeline import SpanKind, Timeline
 from layercast.transport.socket import SocketTransport
@@ -91,7 +90,7 @@ def _ways(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> dic
         engine = stack.enter_context(opened)
         engine.generate([guest.earlier], Params(max_tokens=2))
         engine.drain(DRAIN_S)
-        ways[name] = partial(_warm, guest, name, engine, timeline)
+        ways[name] = partial(_answered, guest, engine, timeline, name)
     ways["push"] = _push_way(guest, options, folder, stack)
     return ways
 
@@ -108,23 +107,18 @@ def _cold(guest: Guest, options: Options) -> Taken:
     """The prompt in an engine whose pool is empty; its KV is saved on the way."""
     timeline = Timeline()
     with open_engine(guest.model, pool_of(options, "cold"), SETTINGS, timeline=timeline) as engine:
-        return _answered(guest, engine, timeline, Params(max_tokens=MOST_TOKENS, stop=guest.stop))
+        return _answered(guest, engine, timeline)
 
 
-def _warm(guest: Guest, name: str, engine: Engine, timeline: Timeline) -> Taken:
-    """The prompt in an engine whose pool has the shared text. Raises Refused, with why, if nothing was loaded."""
-    params = Params(max_tokens=MOST_TOKENS, stop=guest.stop, save=False)
-    return _answered(guest, engine, timeline, params, name)
-
-
-def _answered(guest: Guest, engine: Engine, timeline: Timeline, params: Params, hit: str = "") -> Taken:
+def _answered(guest: Guest, engine: Engine, timeline: Timeline, hit: str = "") -> Taken:
     """One answer's figures, and its spans in seconds since the request, up to the first token.
 
-    hit: the mode that must load something. Raises Refused, with the receipt's reason, if it did not.
+    hit: the mode that must load something, and saves nothing. Raises Refused, with the receipt's reason, if it loaded
+    nothing.
     """
     timeline.clear()
     started_s = time.monotonic()
-    (result,) = engine.generate([guest.prompt], params)
+    (result,) = engine.generate([guest.prompt], Params(max_tokens=MOST_TOKENS, stop=guest.stop, save=not hit))
     engine.drain(DRAIN_S)
     if hit and not result.loaded_tokens:
         raise Refused(f"{hit}: nothing was loaded. {result.receipt.sentence}")
@@ -195,19 +189,4 @@ def _finished(engine: Engine, request: str) -> Result:
 
 
 def _figures(guest: Guest, result: Result) -> ModeResult:
-    loads = [receipt for receipt in result.receipts if isinstance(receipt, LoadOutcome)]
-    transfer_s, exposed_s = sum(load.transfer_s for load in loads), sum(load.exposed_s for load in loads)
-    return ModeResult(
-        ttft_ms=result.ttft_s * 1e3,
-        prompt_tokens=result.prompt_tokens,
-        computed_tokens=result.computed_tokens,
-        loaded_tokens=result.loaded_tokens,
-        bytes=sum(load.nbytes for load in loads),
-        layers=max((load.layers for load in loads), default=0),
-        transfer_ms=transfer_s * 1e3,
-        exposed_ms=exposed_s * 1e3,
-        overlap=overlap(transfer_s, exposed_s),
-        verified=all(load.verified for load in loads) if loads else None,
-        pids=(os.getpid(),),
-        text=str(guest.tokenizer.decode(result.tokens, skip_special_tokens=True)),
-    )
+    return mode_of(result.receipt, result.ttft_s, str(guest.tokenizer.decode(result.tokens, skip_special_tokens=True)))

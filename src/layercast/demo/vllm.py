@@ -28,7 +28,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from layercast.connector.vllm.connector import LayercastConnector
 from layercast.demo.model import prepare, prompt_ids, quicker_dtype
 from layercast.demo.prompt import QUESTION
-from layercast.demo.report import DemoResult, ModeResult, Taken, in_the_middle, until_first_token
+from layercast.demo.report import DemoResult, Taken, in_the_middle, mode_of, until_first_token
 from layercast.demo.scenario import MOST_TOKENS, ROUNDS, Options, pool_of
 from layercast.errors import Refused
 from layercast.observe.receipts import Receipt, receipts_in
@@ -98,7 +98,7 @@ class _Engine:
         receipt = self._receipt(name)
         if hit and not receipt.loaded_tokens:
             raise Refused(f"{name}: nothing was loaded. {receipt.sentence}")
-        return _figures(receipt, ttft_s, text), until_first_token(timeline.spans(), started_s, ttft_s)
+        return mode_of(receipt, ttft_s, text), until_first_token(timeline.spans(), started_s, ttft_s)
 
     def _generate(self, name: str, prompt: list[int]) -> tuple[float, str]:
         """Seconds to the first token, and the whole answer."""
@@ -116,23 +116,6 @@ class _Engine:
         if not found:
             raise Refused(f"{name}: the connector left no receipt; report this")
         return found[-1]
-
-
-def _figures(receipt: Receipt, ttft_s: float, text: str) -> ModeResult:
-    return ModeResult(
-        ttft_ms=ttft_s * 1e3,
-        prompt_tokens=receipt.prompt_tokens,
-        computed_tokens=receipt.computed_tokens,
-        loaded_tokens=receipt.loaded_tokens,
-        bytes=receipt.nbytes,
-        layers=receipt.layers,
-        transfer_ms=receipt.transfer_s * 1e3,
-        exposed_ms=receipt.exposed_s * 1e3,
-        overlap=receipt.overlap,
-        verified=receipt.verified if receipt.loaded_tokens else None,
-        pids=(os.getpid(),),
-        text=text,
-    )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Callers bring their own clock (seconds, the same one for all that is drawn toget
 
 from collections import deque
 from enum import StrEnum
-from itertools import count
 
 import msgspec
 
@@ -40,12 +39,11 @@ class Timeline:
     limit 0 is a recorder that is off: `record` returns at once and keeps nothing.
     """
 
-    __slots__ = ("_limit", "_numbers", "_spans")
+    __slots__ = ("_limit", "_spans")
 
     def __init__(self, limit: int = 65_536) -> None:
         self._limit = limit
-        self._numbers = count(1)
-        self._spans: deque[tuple[int, Span]] = deque(maxlen=limit)
+        self._spans: deque[Span] = deque(maxlen=limit)
 
     @property
     def on(self) -> bool:
@@ -57,28 +55,16 @@ class Timeline:
     ) -> None:
         """Keep one span; the oldest one goes when the limit is reached. Never blocks."""
         if self._limit:
-            self._spans.append((next(self._numbers), Span(kind, layer, start_s, end_s, request, nbytes)))
+            self._spans.append(Span(kind, layer, start_s, end_s, request, nbytes))
 
     def spans(self) -> tuple[Span, ...]:
         """The kept spans in order of their start."""
-        return tuple(sorted((span for _, span in self._spans.copy()), key=lambda span: span.start_s))
-
-    @property
-    def dropped(self) -> int:
-        """Spans recorded since the last `clear` that the limit pushed out."""
-        kept = self._spans.copy()
-        return max((number for number, _ in kept), default=0) - len(kept)
+        return tuple(sorted(self._spans.copy(), key=lambda span: span.start_s))
 
     def clear(self) -> None:
-        """Forget every span. Not to be called while others record, or their spans count as dropped."""
+        """Forget every span."""
         self._spans.clear()
-        self._numbers = count(1)
 
 
 OFF = Timeline(0)
 """A timeline that keeps nothing, for callers that were given none."""
-
-
-def exposed_s(spans: tuple[Span, ...]) -> float:
-    """Seconds that compute waited."""
-    return sum(span.end_s - span.start_s for span in spans if span.kind is SpanKind.WAIT)

@@ -38,11 +38,6 @@ class DeadlineQueue(Generic[Batch]):
         return bool(self._layers)
 
     @property
-    def first_layer(self) -> int:
-        """The layer of the batch that is to go next. Only where there is one."""
-        return min(self._layers)
-
-    @property
     def last_layer(self) -> int:
         """The layer behind all that is queued; 0 where nothing is."""
         return max(self._layers, default=0)

@@ -78,11 +78,6 @@ class PagedMemory:
         for row in self._bytes[group]:
             row[ids] = 255  # all bits set is a NaN in every float type
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(row.numel() for rows in self._bytes for row in rows)
-
 
 def first_block(spec: GroupSpec) -> int:
     """The first block that may be handed out: block 0 of an attention group is the zero block."""

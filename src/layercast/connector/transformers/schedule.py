@@ -151,7 +151,7 @@ class Scheduler:
         if not match.tokens or not self._space.grow(request.tables, match.tokens, end, match.needed):
             return None
         recurrent = self._space.recurrent is not None
-        if recurrent:
+        if recurrent:  # the pool takes the entry behind the last block for the one that the state goes into
             self._space.set_snapshot(request.tables, match.tokens, request.tables.state)
         order = self._pool.load_order(request.id, match, request.tables.groups)
         if recurrent:
