@@ -11,7 +11,7 @@ from typing import Protocol
 from layercast.config import Config
 from layercast.flow.issue import Batch, Hashed, Run
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
-from layercast.flow.runs import LoadRun, SaveRun
+from layercast.flow.runs import Kept, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
 from layercast.plan.batches import batches_of, windows_of
 from layercast.plan.pieces import CopyPlan, Route, Side, route_between
@@ -104,8 +104,7 @@ class Ways:
         plans = self.load_plans(order.pairs)
         if self.verify:
             for group, plan in plans:
-                slots = plan.pairs()[0]
-                run.kept[group] = slots, dict(zip(self.rows[group], self.slab.digests[group][:, slots], strict=True))
+                run.kept[group] = Kept(plan.pairs()[0], self.rows[group], self.slab.digests[group])
         hashed = [self._hashed(plan, "target", "source") for _, plan in plans]
         return [
             batch

@@ -4,7 +4,6 @@ Does not know movers, requests or keys.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from layercast.flow.issue import Batch, Sent
@@ -60,11 +59,16 @@ class Gatekeeper:
 
     def _rearm(self) -> None:
         """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
-        self._due = {batch: flight for run in self._live for batch, flight in run.left().items()}
-        known = {batch: flight for batch, flight in self._flights.items() if batch in self._due}
-        self._flights = {batch: flight for batch, flight in self._due.items() if flight is not None} | known
+        known, self._due, self._flights, missing = self._flights, {}, {}, dict[int, int]()
+        for run in self._live:
+            self._due |= run.left()
+        for batch, flight in self._due.items():
+            if (flight := known.get(batch, flight)) is not None:
+                self._flights[batch] = flight
+            for layer in batch.layers:
+                missing[layer] = missing.get(layer, 0) + 1
         self.gate.reset()
-        self.gate.arm(Counter(layer for batch in self._due for layer in batch.layers))
+        self.gate.arm(missing)
         self._pass(self._flights)
 
     def _pass(self, flights: Mapping[Batch, Flight]) -> None:

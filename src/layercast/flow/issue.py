@@ -7,7 +7,6 @@ there `depth`, or AHEAD_BYTES, bounds what goes in the background, behind which 
 Does not know what a batch is for, gates or keys.
 """
 
-import itertools
 import logging
 import threading
 import time
@@ -106,10 +105,11 @@ class Issuer:
             self._hand_over(sorted(batches, key=_first_layer))
             return
         with self._lock:
-            for owner, mine in itertools.groupby(batches, lambda batch: batch.owner):
-                behind = max(LAST, self._loads.last_layer + 1)
-                for batch in mine:
-                    self._loads.push(batch, layer=behind if background else batch.layers[0], owner=owner)
+            owner, behind = "", 0
+            for batch in batches:
+                if background and batch.owner != owner:
+                    owner, behind = batch.owner, max(LAST, self._loads.last_layer + 1)
+                self._loads.push(batch, layer=behind or batch.layers[0], owner=batch.owner)
         self._pump()
 
     def hasten(self, owner: str) -> None:

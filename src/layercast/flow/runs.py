@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +21,14 @@ from layercast.observe.timeline import SpanKind
 from layercast.plan.pieces import CopyPlan
 
 Ints = npt.NDArray[np.int64]
+
+
+class Kept(NamedTuple):
+    """Slots of a group in the order of a digest's rows, and the digests taken at saving: [row of a layer, slot]."""
+
+    slots: Ints
+    rows: Mapping[int, int]
+    taken: Digests
 
 
 @dataclass(slots=True)
@@ -62,8 +70,8 @@ class LoadRun:
     order: LoadOrder | ReceiveOrder
     id: str
     overseer: Overseer
-    kept: dict[int, tuple[Ints, Mapping[int, Digests]]] = field(default_factory=dict)
-    """For each group its slots, and what each layer of these must hash to, in the order of the digests' rows."""
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """What the slots of each group must hash to; none are compared of a group that is not here."""
     clocking: Clocking = field(default_factory=Clocking)
     layers: frozenset[int] = frozenset()
     end: LoadEnd | None = None
@@ -203,14 +211,12 @@ class ReceiveRun(LoadRun):
         return msgspec.structs.replace(super().outcome(verified), nbytes=self.arrived.nbytes)
 
 
-def _differing(
-    batch: Batch, digests: Sequence[DigestFlight], kept: Mapping[int, tuple[Ints, Mapping[int, Digests]]]
-) -> list[tuple[int, int]]:
+def _differing(batch: Batch, digests: Sequence[DigestFlight], kept: Mapping[int, Kept]) -> list[tuple[int, int]]:
     """(group, slot) of every block whose digest is not the one taken at saving."""
     bad: list[tuple[int, int]] = []
     for layer, got in zip(batch.layers, digests, strict=True) if digests else ():
-        slots, wanted = kept[batch.group]
-        bad += [(batch.group, slot) for slot in slots[wanted[layer] != got.digests].tolist()]
+        slots, rows, taken = kept[batch.group]
+        bad += [(batch.group, slot) for slot in slots[taken[rows[layer], slots] != got.digests].tolist()]
     return bad
 
 
