@@ -352,10 +352,10 @@ def _alike(orders: _Orders, part: range, passed: set[Flight]) -> int:
     """How many from the first of a part on share its arrays, and have nothing to wait for or to set by themselves."""
     if orders.flags[part.start]:
         return 1
-    first = arrays_of(orders.pieces[part.start])
+    first = orders.pieces[part.start]
     for index in part[1:]:
         alone = orders.flags[index] or orders.behind[index] or not passed.issuperset(orders.after[index])
-        if alone or arrays_of(orders.pieces[index]) != first:
+        if alone or not first.shares(orders.pieces[index]):
             return index - part.start
     return len(part)
 

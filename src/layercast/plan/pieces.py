@@ -58,6 +58,11 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
         """Bytes that all pieces copy."""
         return int(np.dot(self.length, self.count))
 
+    def shares(self, other: "Pieces") -> bool:
+        """Whether the other's arrays are these very ones, so that the two differ in their shift alone."""
+        sides = self.sources is other.sources and self.targets is other.targets
+        return sides and self.length is other.length and self.count is other.count
+
     def take(self, index: "slice | Ints") -> "Pieces":
         """The chosen pieces."""
         return Pieces.of(getattr(self, name)[index] for name in COLUMNS)
