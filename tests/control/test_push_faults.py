@@ -70,7 +70,7 @@ def test_blocks_are_quiet_only_when_a_write_that_was_landing_has_ended(ending):
             say(sock, Taken(ticket.transfer, ticket.epoch))
             first_half_of_a_write(sock, decode)
             if ending == "withdraw":
-                decode.node.target.withdraw(ticket.transfer, "the client left")
+                decode.node.target.cancel(ticket.transfer, "the client left")
                 assert not push.quiet
             clock.advance(11)
             decode.node.expire()
@@ -279,7 +279,7 @@ def test_an_offer_that_is_refused_leaves_no_memory_open():
         with pytest.raises(Refused, match="overlap"):
             decode.node.target.offer("r", 24, [[1, 7], [1, 7]])
         assert dict(decode.transport._regions._known) == before
-        decode.node.target.withdraw(first.transfer, "the test is over")
+        decode.node.target.cancel(first.transfer, "the test is over")
         assert not decode.transport._regions._known
 
 
@@ -441,7 +441,7 @@ def test_a_withdrawal_in_the_midst_of_messages_is_final():
                     target=lambda p=push, m=done: [decode.node.target.handle(p.peer, m) for _ in range(30)]
                 )
                 said.start()
-                decode.node.target.withdraw(ticket.transfer, "the client left")
+                decode.node.target.cancel(ticket.transfer, "the client left")
                 said.join()
                 assert push.state is PushState.ABORTED
                 until(lambda push=push: push.quiet)
@@ -473,7 +473,7 @@ def one_random_push(rng, prefill, decode, clock):
     prefill.node.source.accept(ticket)
     outgoing = prefill.node.source.push(ticket.transfer)
     deeds = [
-        lambda: decode.node.target.withdraw(ticket.transfer, "random"),
+        lambda: decode.node.target.cancel(ticket.transfer, "random"),
         lambda: prefill.node.source.cancel(ticket.transfer, "random"),
         lambda: prefill.transport.disconnect(outgoing.peer),
         lambda: incoming.peer and decode.transport.disconnect(incoming.peer),

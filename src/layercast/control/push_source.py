@@ -4,19 +4,18 @@ Methods belong to the engine's thread; `handle` and `lost` to the transport's. D
 """
 
 import math
-import threading
 from dataclasses import dataclass, field
 
 import msgspec
 
 from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent
-from layercast.control.pushes import Engine, Push
-from layercast.errors import BadTransition, LayoutMismatch, Malformed, Missing, PeerLost, Refused
+from layercast.control.pushes import Engine, Push, Pushes
+from layercast.errors import BadTransition, LayoutMismatch, Malformed, PeerLost, Refused
 from layercast.flow.orders import PushOrder
 from layercast.flow.push import PeerMover, PushRun, routes_to
 from layercast.spec.groups import GroupKind
-from layercast.transport.base import Peer, Transport
+from layercast.transport.base import Peer
 
 CONNECT_S = 5.0
 """Longest wait for a peer to answer a connection: the engine's thread stands still meanwhile."""
@@ -30,14 +29,8 @@ class Outgoing(Push):
     left: int = field(kw_only=True)
 
 
-class PushSource:
+class PushSource(Pushes[Outgoing]):
     """Pushes under way to decode instances (see `flow.worker.Outbound`)."""
-
-    def __init__(self, engine: Engine, transport: Transport) -> None:
-        self._engine = engine
-        self._transport = transport
-        self._lock = threading.RLock()
-        self._pushes: dict[str, Outgoing] = {}
 
     def accept(self, ticket: PushTicket) -> None:
         """Take a ticket: connect, and be ready to send.
@@ -68,17 +61,10 @@ class PushSource:
         if push is not None and push.state in LIVE:
             push.run.written(order, layer)
 
-    def push(self, transfer: str) -> Outgoing:
-        """A push as it stands. Raises Missing."""
-        push = self._pushes.get(transfer)
-        if push is None:
-            raise Missing(f"{transfer}: no such push here; it has ended and was forgotten")
-        return push
-
     def cancel(self, transfer: str, reason: str) -> None:
         """Give a push up; the peer is told once nothing of it is under way."""
         with self._lock:
-            self._stop(self.push(transfer), PushEvent.ABORT, reason)
+            self._end(self.push(transfer), PushEvent.ABORT, reason)
 
     def forget(self, transfer: str) -> None:
         """Drop an ended, quiet push and its connection."""
@@ -90,16 +76,6 @@ class PushSource:
         if push.peer is not None:
             self._transport.disconnect(push.peer)
 
-    def expire(self, now: float) -> None:
-        """End the pushes whose deadline has come, and drop whoever may never take what is under way."""
-        with self._lock:
-            late = [push for push in self._pushes.values() if push.deadline <= now and not push.quiet]
-            for push in late:
-                self._stop(push, PushEvent.EXPIRE, "push_timeout_s is over")
-        for push in late:
-            if push.peer is not None:
-                self._transport.disconnect(push.peer)
-
     def handle(self, peer: Peer, message: Confirmed | Aborted) -> None:
         """A message from a decode instance. Raises Malformed for what can't be about a push of ours."""
         with self._lock:
@@ -108,23 +84,12 @@ class PushSource:
                 return  # late: it speaks of an attempt that has gone
             if isinstance(message, Aborted):
                 if push.peer == peer:
-                    self._stop(push, PushEvent.ABORT, message.reason)
+                    self._end(push, PushEvent.ABORT, message.reason)
             elif push.peer != peer:
                 raise Malformed(f"{push.transfer} goes to another peer")
             elif push.state in LIVE:
                 push.see(PushEvent.CONFIRM)
                 push.hush()
-
-    def lost(self, peer: Peer) -> None:
-        """A peer is gone: nothing more goes there."""
-        with self._lock:
-            for push in [push for push in self._pushes.values() if push.peer == peer]:
-                self._stop(push, PushEvent.LOSE, "the decode instance is gone")
-
-    def close(self) -> None:
-        """Give everything up."""
-        for transfer in list(self._pushes):
-            self.cancel(transfer, "this instance is closing")
 
     # ---- what runs report, on any thread ----
 
@@ -142,7 +107,7 @@ class PushSource:
     def failed(self, push: Outgoing, error: BaseException) -> None:
         """A copy failed: the peer can't get a whole push any more."""
         with self._lock:
-            self._stop(push, PushEvent.LOSE if isinstance(error, PeerLost) else PushEvent.ABORT, str(error))
+            self._end(push, PushEvent.LOSE if isinstance(error, PeerLost) else PushEvent.ABORT, str(error))
 
     def quiet(self, push: Outgoing) -> None:
         """A stopped push touches our blocks no more: what the peer offered is its own again."""
@@ -162,7 +127,7 @@ class PushSource:
         except Refused as error:
             self.failed(push, error)
 
-    def _stop(self, push: Outgoing, event: PushEvent, reason: str) -> None:
+    def _end(self, push: Outgoing, event: PushEvent, reason: str) -> None:
         if push.see(event, reason):
             push.run.stop()
 

@@ -3,14 +3,13 @@
 Methods belong to the engine's thread; `handle` and `lost` to the transport's. Does not know how a ticket travels.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 
 from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent, PushState
-from layercast.control.pushes import Engine, Push
+from layercast.control.pushes import Engine, Push, Pushes
 from layercast.control.ranges import block_ranges
 from layercast.errors import BadTransition, DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost, Refused
 from layercast.flow.orders import ReceiveOrder
@@ -28,15 +27,12 @@ class Incoming(Push):
     """Memory that is open to `peer`."""
 
 
-class PushTarget:
+class PushTarget(Pushes[Incoming]):
     """The decode side: blocks on offer, and what lands in them."""
 
     def __init__(self, engine: Engine, transport: Transport, address: Address) -> None:
-        self._engine = engine
-        self._transport = transport
+        super().__init__(engine, transport)
         self._address = address
-        self._lock = threading.RLock()
-        self._pushes: dict[str, Incoming] = {}
         self._epochs = 0
 
     def offer(self, request: str, tokens: int, blocks: Sequence[Sequence[int]]) -> PushTicket:
@@ -72,41 +68,26 @@ class PushTarget:
 
     def arrivals(self, order: ReceiveOrder) -> Mapping[int, Flight]:
         """For each layer, the flight that lands when the push has arrived in it. Raises Missing."""
-        return self._of(order.transfer).arrival.flights
+        return self.push(order.transfer).arrival.flights
 
     def arrived(self, order: ReceiveOrder) -> Arrival:
         """What has come of a push. Raises Missing."""
-        return self._of(order.transfer).arrival
+        return self.push(order.transfer).arrival
 
-    def push(self, transfer: str) -> Incoming:
-        """A push as it stands. Raises Missing."""
-        return self._of(transfer)
-
-    def withdraw(self, transfer: str, reason: str) -> None:
+    def cancel(self, transfer: str, reason: str) -> None:
         """Give a push up. Its blocks are quiet once the peer has answered or is gone; at the deadline it is dropped."""
         with self._lock:
-            push = self._of(transfer)
+            push = self.push(transfer)
             if push.see(PushEvent.ABORT, reason):
                 self._close(push, Missing(f"{transfer} was withdrawn: {reason}"), tell=True)
 
     def forget(self, transfer: str) -> None:
         """Drop an ended, quiet push."""
         with self._lock:
-            push = self._of(transfer)
+            push = self.push(transfer)
             if push.state in LIVE or not push.quiet:
-                raise BadTransition(f"{transfer} is {push.state} and its blocks are still written; withdraw it first")
+                raise BadTransition(f"{transfer} is {push.state} and its blocks are still written; cancel it first")
             del self._pushes[transfer]
-
-    def expire(self, now: float) -> None:
-        """End the pushes whose deadline has come, and drop whoever may still be writing them."""
-        with self._lock:
-            late = [push for push in self._pushes.values() if push.deadline <= now and not push.quiet]
-            for push in late:
-                if push.see(PushEvent.EXPIRE, "push_timeout_s is over"):
-                    self._close(push, DeadlineExceeded(f"{push.transfer} had not landed in time"))
-        for push in late:
-            if push.peer is not None:
-                self._transport.disconnect(push.peer)  # `lost` follows once nothing of it can land any more
 
     def handle(self, peer: Peer, message: Taken | LayerDone | Aborted) -> None:
         """A message from a prefill instance. Raises Malformed for what can't be about a push of ours."""
@@ -121,7 +102,7 @@ class PushTarget:
                 self._open(push, peer)
             if isinstance(message, Aborted):
                 if push.peer == peer:
-                    self._given_up(push, message.reason)
+                    self._end(push, PushEvent.ABORT, f"the peer gave it up: {message.reason}")
                 return
             if push.peer != peer:
                 raise Malformed(f"{push.transfer} was taken by another connection, or by none")
@@ -131,19 +112,6 @@ class PushTarget:
         push.arrival.announced(
             message.layer, message.last, message.blocks, message.digests, lambda error: self._checked(push, error)
         )
-
-    def lost(self, peer: Peer) -> None:
-        """A peer is gone: nothing of it lands any more."""
-        with self._lock:
-            for push in [push for push in self._pushes.values() if push.peer == peer]:
-                if push.see(PushEvent.LOSE, "the prefill instance is gone"):
-                    self._close(push, PeerLost(f"{push.transfer}: the prefill instance is gone"))
-                push.hush()
-
-    def close(self) -> None:
-        """Withdraw everything."""
-        for transfer in list(self._pushes):
-            self.withdraw(transfer, "this instance is closing")
 
     def _refuse_twice(self, wanted: Sequence[Sequence[int]]) -> None:
         """Raises Refused where a block belongs to a push that may still be written."""
@@ -159,11 +127,12 @@ class PushTarget:
         for start, length in block_ranges(self._engine.layout, [sorted(group) for group in push.arrival.blocks]):
             push.regions.append(self._transport.register(start, length, self._engine.keep, peer))
 
-    def _given_up(self, push: Incoming, reason: str) -> None:
-        """The peer writes no more of it."""
-        if push.see(PushEvent.ABORT, reason):
-            self._close(push, PeerLost(f"{push.transfer}: the peer gave it up: {reason}"))
-        push.hush()
+    def _end(self, push: Incoming, event: PushEvent, reason: str) -> None:
+        late = event is PushEvent.EXPIRE
+        if push.see(event, reason):
+            self._close(push, (DeadlineExceeded if late else PeerLost)(f"{push.transfer}: {reason}"))
+        if not late:
+            push.hush()  # the peer writes no more of it
 
     def _checked(self, push: Incoming, error: LayercastError | None) -> None:
         """A layer of a part has been checked; the last one confirms the push."""
@@ -189,9 +158,3 @@ class PushTarget:
             push.hush()
         elif tell:
             self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
-
-    def _of(self, transfer: str) -> Incoming:
-        push = self._pushes.get(transfer)
-        if push is None:
-            raise Missing(f"{transfer}: no such push here; it has ended and was forgotten")
-        return push

@@ -159,7 +159,7 @@ class PushDesk:
         """We want nothing more of an incoming push; its blocks stay held until the peer has let go."""
         node = self._joined()
         if node.target.push(transfer).state in LIVE:
-            node.target.withdraw(transfer, reason)
+            node.target.cancel(transfer, reason)
         self._incoming[transfer] = ""
         self._forget(transfer)
 
