@@ -2,12 +2,15 @@
 
 import random
 import sys
+from collections import Counter
 
 from lab import BLOCK, Engine, model, prompt, tell
 from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from layercast.connector.vllm import saves
 
 TOKENS = 900
 
@@ -23,7 +26,7 @@ class Pipeline:
         )
         self.connector, self.draw = self.scheduler.connector, random.Random(1)
         self.connector.side = engine.side
-        self.flying = []
+        self.flying, self.steps = [], 0
 
     def add(self, name, ids, tokens):
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -32,6 +35,7 @@ class Pipeline:
         return request
 
     def schedule(self):
+        self.steps += 1
         self.flying.append(self.scheduler.schedule())
         return self.flying[-1]
 
@@ -39,7 +43,8 @@ class Pipeline:
         """The oldest step in flight comes back."""
         step = self.flying.pop(0)
         names = list(step.num_scheduled_tokens)
-        done = [name for name in names if not self.scheduler.requests[name].is_prefill_chunk] if names else []
+        alive = {name: self.scheduler.requests[name] for name in names if name in self.scheduler.requests}
+        done = [name for name, request in alive.items() if not request.is_prefill_chunk]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
@@ -53,15 +58,17 @@ class Pipeline:
 
 
 def main(folder):
+    saves.LUMP = 8
     engine, facts = Engine(model(folder, "llama")), {}
     long = prompt(1, 200)
     engine.run(long)
-    line, ordered = Pipeline(engine), []
+    line, ordered, in_steps = Pipeline(engine), [], Counter()
     save_order = engine.side.save_order
 
     def noted(name, tokens, before, after, *rest):
         order = save_order(name, tokens, before, after, *rest)
         ordered.append((name, list(tokens), after, order is not None))
+        in_steps[line.steps, len(tokens) > 60 + BLOCK] += order is not None
         return order
 
     engine.side.save_order = noted
@@ -81,6 +88,17 @@ def main(folder):
     facts["saved_to"] = max(after for name, _, after, _ in ordered if name == "talk") // BLOCK * BLOCK
     facts["computed"] = len(final) - 1
     facts["block"] = BLOCK
+    in_steps.clear()
+    for n in range(8):
+        line.add(f"choir-{n}", prompt(n + 20, 60), 16 * BLOCK)
+    before = line.steps
+    line.flying.clear()
+    line.schedule()
+    while line.scheduler.has_unfinished_requests():
+        line.schedule()
+        line.finish()
+    generated = [count for (step, late), count in in_steps.items() if late and step < before + 16 * BLOCK]
+    facts["choir"] = [sum(generated), max(generated)]
     tell(facts)
 
 

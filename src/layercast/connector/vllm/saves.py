@@ -3,6 +3,7 @@
 Does not know the pool's room, copies, or what holds the blocks meanwhile.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,8 +16,9 @@ from layercast.control.scheduler import SchedulerSide
 from layercast.flow.orders import SaveOrder
 from layercast.spec.groups import GroupKind
 
-LUMP = 16
-"""Generated blocks that are saved together where none can leave a window before its turn; what is left, at the end."""
+LUMP = 64
+"""Generated blocks that are saved together where none can leave a window before its turn; what is left, at the end.
+Lumps of a request end where its name says, so that requests that run in step are not all saved in one step."""
 
 
 class Saves:
@@ -60,11 +62,13 @@ class Saves:
         name, before = request.request_id, request.num_computed_tokens
         after = before + tokens
         end, lump = min(after, request.num_tokens), self._lump if before >= request.num_prompt_tokens else 1
-        if end // self.grain - min(known.saved, before) // self.grain >= lump:
+        complete, saved = end // self.grain, min(known.saved, before) // self.grain
+        shift = zlib.crc32(name.encode()) % self._lump
+        if (complete + shift) // lump > (saved + shift) // lump:
             order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step
             if self._side.config.save_decode_cache:
-                missing = (known.saved // self.grain + self._lump) * self.grain - end
+                missing = (complete + self._lump - (complete + shift) % self._lump) * self.grain - end
                 self._rota.later(name, missing // self._most_a_step)
             else:
                 self._rota.drop(name)
