@@ -107,6 +107,19 @@ def test_many_blocks_get_their_names_behind_the_order_and_are_found_as_ever():
     side.directory.check()
 
 
+def test_who_asks_for_another_prompt_waits_for_no_names():
+    side = side_of(200)
+    orders = [saving(side, "first"), saving(side, "second", [9, *LONG[1:]])]
+    assert side.match([8, *LONG[1:]]).miss is MissReason.NEVER_STORED
+    assert len(side.directory._shelves[0].unnamed) == 2 * (AT_ONCE + 2)
+    assert saving(side, "again") is None
+    assert len(side.directory._shelves[0].unnamed) == AT_ONCE + 2
+    for order in orders:
+        side.settle(saved(order))
+    assert [side.match([first, *LONG[1:], 0]).tokens for first in (0, 9)] == [len(LONG)] * 2
+    side.directory.check()
+
+
 def test_many_blocks_that_the_pool_has_for_a_part_are_saved_for_the_rest():
     side = side_of(100)
     part = LONG[: 20 * BLOCK]

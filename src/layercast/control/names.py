@@ -172,6 +172,10 @@ class Names:
             ]
         )
 
+    def first(self, chains: Sequence[Chain]) -> list[bytes]:
+        """The key of the first smallest block, if there is one: where two differ, no key of the one is the other's."""
+        return chains[self._sizes.index(self._grain)][:1] if chains else []
+
     def forget(self, request: str) -> None:
         """The request has ended."""
         self._known.pop(request, None)

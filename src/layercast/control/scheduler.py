@@ -147,7 +147,6 @@ class SchedulerSide:
         nothing, nameless = (range(0),) * len(self.specs), ((),) * len(self.specs)
         if self.chooser.halted:
             return Match(0, nothing, nameless, NO_HIT, MissReason.STOPPED)
-        self.name()
         keys = self._names.of(request, tokens, len(tokens), extras)
 
         def usable_of(has: Sequence[Sequence[bool]]) -> Usable:
@@ -158,6 +157,7 @@ class SchedulerSide:
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
         try:
+            self.name(keys)
             usable = usable_of(self._there(keys, local_tokens))
             soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
         except NotCacheable:
@@ -219,9 +219,9 @@ class SchedulerSide:
         if not any(indices for indices, _ in held):
             return None
         told = tokens[:after] if self.directory.changes is not None and not extras else ()
-        self.name()
         chains = self._names.of(request, tokens, after, extras)
         try:
+            self.name(chains)
             for group, (chain, (indices, _)) in enumerate(zip(chains, held, strict=True)):
                 if len(chain) - len(chain.known) > AT_ONCE:
                     chain.until(self.directory.has(group, coming=True), indices[0] if indices else 0)
@@ -266,14 +266,20 @@ class SchedulerSide:
         self.backing.settle(report.tier, rank)
         return Settled(failed, loads, report.saves, tuple(ended))
 
-    def name(self) -> None:
-        """Give what is being saved its names. All that looks for keys does it first; best while the device computes."""
-        for reservation, chains in self._unnamed:
+    def name(self, like: Sequence[Chain] = ()) -> None:
+        """Give what is being saved its names; best while the device computes, and before one of them is looked for.
+
+        like: keys to be looked for: what begins with another key can wait. Raises NotCacheable if they have no names.
+        """
+        first, waiting, self._unnamed = self._names.first(like), self._unnamed, []
+        for reservation, chains in waiting:
+            if like and self._names.first(chains) != first:
+                self._unnamed.append((reservation, chains))
+                continue
             with suppress(NotCacheable):  # what can't be named is not found
                 for chain in chains:
                     chain.upto(len(chain))
             self.directory.name(reservation)
-        self._unnamed.clear()
 
     def doom(self, save: str) -> None:
         """Publish nothing of a save under way: its source blocks may have changed under the copy."""
