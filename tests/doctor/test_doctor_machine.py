@@ -7,7 +7,7 @@ from layercast import __version__
 from layercast.config import GIB
 from layercast.doctor.checks import Check, Level
 from layercast.doctor.gpu import Card, cards
-from layercast.doctor.machine import Facts, gather, judge, memory_free
+from layercast.doctor.machine import Facts, gather, judge
 from layercast.move.costs import CostFile, Costs
 
 GOOD = Facts(
@@ -171,25 +171,6 @@ def test_a_card_is_known_by_the_drivers_files_and_its_costs_by_its_own_number(tm
     ):
         costs.write_text(text)
         assert cards(tmp_path / "cache", tmp_path) == (bare, H200)
-
-
-@pytest.mark.parametrize(
-    ("limits", "free"),
-    [
-        ({}, 1000 << 10),
-        ({"memory.max": "max\n", "memory.current": "5\n"}, 1000 << 10),
-        ({"memory.max": "9000\n", "memory.current": "5000\n"}, 4000),
-        ({"memory.max": "9000", "memory.current": "5000", "memory.stat": "anon 1\ninactive_file 700\n"}, 4700),
-        ({"memory/memory.limit_in_bytes": "9000", "memory/memory.usage_in_bytes": "9500"}, 0),
-        ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "1"}, 1000 << 10),
-    ],
-)
-def test_memory_is_no_more_than_the_container_may_take(tmp_path, limits, free):
-    written(tmp_path / "proc/meminfo", "MemTotal: 2000 kB\nMemAvailable:   1000 kB\n")
-    for name, text in limits.items():
-        written(tmp_path / "sys/fs/cgroup" / name, text)
-    assert memory_free(tmp_path) == free
-    assert memory_free(tmp_path / "nothing") is None
 
 
 def test_a_folder_is_looked_at_before_it_is_there_and_never_made(tmp_path, monkeypatch):

@@ -4,15 +4,13 @@ Does not know which slots are in use, keys, leases or how bytes get here.
 """
 
 import mmap
-import os
-from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import BadBlocks, OutOfMemory, Refused
 from layercast.spec.groups import Group, GroupKind, Layout, packed_like
+from layercast.store.free import memory_free
 
 Digests = npt.NDArray[np.uint64]
 
@@ -22,7 +20,6 @@ ALIGNMENT = 64
 DIGEST_BYTES = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14): faults pages in without changing what they hold
 _SLICE = 64 << 20
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Slab:
@@ -182,30 +179,12 @@ def _advise(memory: mmap.mmap, advice: int, start: int, length: int) -> bool:
 
 def _check_memory(host_bytes: int) -> None:
     """Refuse what the kernel would promise now and kill for later. Raises OutOfMemory."""
-    limit, available = _memory_limit(), _memory_available()
-    if host_bytes > limit:
+    free = memory_free()
+    if free is not None and host_bytes > free:
         raise OutOfMemory(
-            f"a slab larger than memory: host_bytes = {host_bytes}, but this process may have {limit}; lower host_bytes"
-        )
-    if host_bytes > available:
-        raise OutOfMemory(
-            f"host_bytes = {host_bytes}, but only {available} of {limit} bytes of memory are available now; "
+            f"host_bytes = {host_bytes}, but only {free} bytes of memory are available now; "
             "lower host_bytes or free memory"
         )
-
-
-def _memory_limit() -> int:
-    """Bytes of memory this process may have at most: the machine's, or its container's."""
-    texts = [Path(path).read_text().strip() for path in _LIMITS if Path(path).is_file()]
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(int(text) for text in texts if text.isdigit())])
-
-
-def _memory_available(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be had without swapping, as far as the system says."""
-    lines: Iterable[str] = meminfo.read_text().splitlines() if meminfo.is_file() else ()
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return min([_memory_limit(), *found])
 
 
 def _out_of_memory(size: int, error: OSError) -> OutOfMemory:
