@@ -188,6 +188,15 @@ class CudaMover(Mover):
         self._driver.record(event.handle, self._current_stream())
         return Mark(self._driver, event, self._watch)
 
+    def aside(self, call: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        """Run `call` on the thread that copies from the device, once the caller's own leaves it the interpreter."""
+        try:
+            line = self._arm(Direction.DOWN).line
+        except Refused as error:
+            then(error)
+        else:
+            line.aside(call, then)
+
     @property
     def whole_steps(self) -> bool:
         """True: a step is handed over in one call."""
