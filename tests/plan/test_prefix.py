@@ -23,7 +23,7 @@ def groups_and_presence(draw):
         likely = st.sampled_from([True, True, True, False])
         present.append(draw(st.lists(likely, max_size=48 // size)))
     step = draw(st.sampled_from([1, 4, 8]))
-    return specs, present, draw(st.integers(0, 50)), draw(st.booleans()), step * draw(st.integers(0, 3))
+    return specs, present, draw(st.integers(0, 50)), step * draw(st.integers(0, 3))
 
 
 def dependencies(spec: GroupSpec, boundary: int) -> set[int]:
@@ -39,10 +39,10 @@ def dependencies(spec: GroupSpec, boundary: int) -> set[int]:
 
 @settings(max_examples=400)
 @given(groups_and_presence())
-@example(([group("full", 4)], [[True] * 4], 16, True, 0))
+@example(([group("full", 4)], [[True] * 4], 16, 0))
 def test_the_usable_prefix_is_the_longest_that_every_group_can_serve(case):
-    specs, present, prompt, reuse, local = case
-    most = max(0, prompt - reuse)
+    specs, present, prompt, local = case
+    most = max(0, prompt - 1)
     best, needed = min(local, most), tuple(() for _ in specs)
     for boundary in range(local + 1, most + 1):
         wants = []
@@ -53,15 +53,14 @@ def test_the_usable_prefix_is_the_longest_that_every_group_can_serve(case):
             wants.append(tuple(sorted(want)))
         else:
             best, needed = boundary, tuple(wants)
-    usable = usable_prefix(specs, present, prompt, reuse, local)
+    usable = usable_prefix(specs, present, prompt, local)
     assert (usable.tokens, tuple(map(tuple, usable.needed))) == (best, needed)
 
 
-def test_a_full_hit_leaves_the_last_block_to_compute_in_reuse_and_nothing_in_a_hand_off():
+def test_a_full_hit_leaves_the_last_block_to_compute():
     full = [group("full", 16)]
     assert usable_prefix(full, [[True] * 4], 64).tokens == 48
     assert usable_prefix(full, [[True] * 4], 65).tokens == 64
-    assert usable_prefix(full, [[True] * 4], 64, reuse=False).tokens == 64
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16])
@@ -109,7 +108,7 @@ def test_groups_without_presence_or_window_are_refused():
 @settings(max_examples=300)
 @given(groups_and_presence(), st.randoms(use_true_random=False), st.integers(0, 20))
 def test_what_lengthens_a_prefix_is_there_not_here_and_is_all_that_it_takes(case, draw, least):
-    specs, there, tokens, _, _ = case
+    specs, there, tokens, _ = case
     here = [[has and draw.random() < 0.5 for has in group] for group in there]
     wanted = lengthening(specs, here, there, tokens, least)
     before = usable_prefix(specs, here, tokens).tokens

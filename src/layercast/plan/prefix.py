@@ -36,20 +36,19 @@ def usable_prefix(
     specs: Sequence[GroupSpec],
     present: Sequence[Sequence[bool]],
     prompt_tokens: int,
-    reuse: bool = True,
     local_tokens: int = 0,
 ) -> Usable:
     """The longest prefix whose KV is there in all groups.
 
     present[g][i]: whether block (or snapshot) i of group g can be brought in; missing entries are absent.
-    reuse: leave at least one token to compute, as a request needs its logits; False for a whole hand-off.
+    At least one token is left to compute, as a request needs its logits.
     local_tokens: leading tokens that the engine holds already. Blocks wholly below them are not needed again; where
     nothing beyond them is usable the answer is them, with nothing needed.
     """
     if len(specs) != len(present) or not specs:
         raise Refused(f"{len(specs)} groups, but presence of {len(present)}: one sequence for each group")
     step = lcm(*(spec.block_size for spec in specs))
-    most = max(0, prompt_tokens - 1 if reuse else prompt_tokens)
+    most = max(0, prompt_tokens - 1)
     groups = [(spec, has, local_tokens // spec.block_size) for spec, has in zip(specs, present, strict=True)]
     boundary = min(most, *(spec.block_size * _end(spec, has, local) for spec, has, local in groups))
     while (boundary := boundary - boundary % step) > local_tokens:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layercast.errors import DeadlineExceeded, Malformed, PeerLost
-from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes
+from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes, tell
 from layercast.transport.ledger import Ledger
 from layercast.transport.link import Link
 from layercast.transport.regions import Regions, views
@@ -180,30 +180,22 @@ class Connection:
             fill(self._sock, views(address, length))
             del owners
         else:
-            try:
-                self._handler.on_message(self.peer, frame.body)
-            except Exception:  # noqa: BLE001  one message's trouble is its own
-                _log.exception("the handler raised on a message of %s", self.peer)
+            tell(self._handler, self.peer, frame.body)
         with self._ledger.changed:
             self._unacknowledged += 1
             self._ledger.changed.notify_all()
 
     def _lose(self, error: Exception) -> bool:
         """Fail what is open and wake both threads. Only the first error counts; whether this was it."""
-        told = error if isinstance(error, PeerLost) else PeerLost(f"this side dropped the connection: {error}")
-        if told is not error:
-            told.__cause__ = error  # what the handler is told
-        if not self._ledger.lose(told):
+        if not self._ledger.lose(error):
             return False
         self._queue.clear()
         shut(self._sock)
         return True
 
     def _tell(self) -> None:
-        lost = self._ledger.error
-        error = lost.__cause__ if lost is not None and isinstance(lost.__cause__, Malformed) else lost
-        assert error is not None
+        assert self._ledger.cause is not None
         try:
-            self._handler.on_lost(self.peer, error)
+            self._handler.on_lost(self.peer, self._ledger.cause)
         except Exception:  # noqa: BLE001  the thread has still to end well
             _log.exception("the handler raised on the loss of %s", self.peer)

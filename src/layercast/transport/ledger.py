@@ -25,6 +25,9 @@ class Ledger:
     def __init__(self, max_open_bytes: int, max_open: int) -> None:
         self.changed = threading.Condition()
         self.error: PeerLost | None = None
+        """What later tickets fail with, once the peer is lost."""
+        self.cause: Exception | None = None
+        """What the handler is told of that."""
         self._open: deque[_Entry] = deque()
         self._open_bytes = 0
         self._max_open_bytes = max_open_bytes
@@ -58,12 +61,13 @@ class Ledger:
             entry.ticket.land()
         return True
 
-    def lose(self, error: PeerLost) -> bool:
-        """Fail every open ticket and refuse later ones with `error`. False if that has happened already."""
+    def lose(self, cause: Exception) -> bool:
+        """Fail every open ticket and refuse later ones. False if that has happened already."""
+        error = cause if isinstance(cause, PeerLost) else PeerLost(f"this side dropped the connection: {cause}")
         with self.changed:
             if self.error is not None:
                 return False
-            self.error = error
+            self.error, self.cause = error, cause
             ended, self._open, self._open_bytes = self._open, deque(), 0
             self.changed.notify_all()
         for entry in ended:

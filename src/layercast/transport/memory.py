@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from layercast.errors import DeadlineExceeded, Malformed, PeerLost
-from layercast.transport.base import Address, Handler, Peer, Ticket, Writes
+from layercast.transport.base import Address, Handler, Peer, Ticket, Writes, tell
 from layercast.transport.channels import ChannelTransport
 from layercast.transport.ledger import Ledger
 
@@ -55,13 +55,7 @@ class _End:
     def notify(self, message: bytes) -> Ticket:
         """Tell the peer's handler, on its thread."""
 
-        def tell(end: _End) -> None:
-            try:
-                end.told.on_message(end.peer, message)
-            except Exception:  # noqa: BLE001  one message's trouble is its own
-                _log.exception("the handler raised on a message of %s", end.peer)
-
-        return self._enqueue(len(message), (), tell)
+        return self._enqueue(len(message), (), lambda end: tell(end.told, end.peer, message))
 
     def drop(self) -> None:
         """End it on both sides."""
@@ -144,8 +138,7 @@ def _lose(end: _End | None, error: Exception) -> None:
     """Tell one end that its peer is gone, on its own thread."""
     if end is None:
         return
-    told = error if isinstance(error, PeerLost) else PeerLost(f"this side dropped the connection: {error}")
-    if end.ledger.lose(told):
+    if end.ledger.lose(error):
         end.owner._channels.pop(end.peer, None)
         end.owner._jobs.put(lambda: end.told.on_lost(end.peer, error))
 

@@ -1,5 +1,6 @@
 """Engines as the tests of this room use them: small, poisoned, and at rest when they are done."""
 
+from collections import Counter
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +20,27 @@ def settings_of(**changes):
     return EngineSettings(**{"blocks": 64, "chunk_blocks": 3, "poison": True} | changes)
 
 
+def assert_every_reference_owned(space, live):
+    """Every reference of a block belongs to one of the live tables or to a copy under way."""
+    counted = [Counter() for _ in space.specs]
+    for tables in live:
+        for index, table in enumerate(tables.groups):
+            state = [tables.state] if index == space.recurrent else []
+            counted[index].update(block for block in (*table, *state) if block is not None)
+    for hold in space._holds.values():
+        for group, blocks in hold.blocks:
+            counted[group].update(blocks)
+    assert [allocator.references() for allocator in space.allocators] == counted
+
+
+def assert_no_block_lost(engine):
+    """Every held block belongs to a request or to a copy under way."""
+    assert_every_reference_owned(engine.space, [request.tables for request in engine._schedule.requests])
+
+
 def assert_at_rest(engine):
     """All blocks are back, and no request is left."""
-    engine.check()
+    assert_no_block_lost(engine)
     assert engine.idle
     assert [allocator.free for allocator in engine.space.allocators] == [a.count for a in engine.space.allocators]
 

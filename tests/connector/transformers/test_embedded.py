@@ -1,6 +1,6 @@
 import pytest
 import torch
-from small_engines import flip, pooled_engine, prompt_of
+from small_engines import assert_no_block_lost, flip, pooled_engine, prompt_of
 
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
@@ -194,7 +194,7 @@ def test_an_abort_in_flight_leaves_nothing_behind_and_the_pool_right(models, sto
         for _ in range(steps):
             engine.step()
         engine.abort(request)
-        engine.check()
+        assert_no_block_lost(engine)
         (result,) = engine.generate([prompt], Params(max_tokens=20))
     assert result.tokens == stock(family, tuple(prompt))[0]
 
@@ -267,7 +267,7 @@ def test_a_load_that_is_late_is_recomputed_and_its_blocks_stay_held_until_it_has
         request = engine.submit(prompt, Params(max_tokens=20))
         engine.step()
         assert engine.space.held > 0
-        engine.check()
+        assert_no_block_lost(engine)
         results = []
         while not results:
             results = [output.result for output in engine.step() if output.result]

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from small_engines import flip, pooled_engine, prompt_of
+from small_engines import assert_no_block_lost, flip, pooled_engine, prompt_of
 
 from layercast.connector.transformers.requests import Params
 from layercast.errors import OutOfMemory, PeerLost
@@ -167,7 +167,7 @@ def test_an_abort_while_copies_crawl_leaves_their_blocks_alone_until_they_have_e
             engine.step()
         assert engine.space.held > 0, "copies are in flight"
         engine.abort(request)
-        engine.check()
+        assert_no_block_lost(engine)
         (result,) = engine.generate([prompt], Params(max_tokens=20, load=False))
     assert result.tokens == stock(family, tuple(prompt))[0]
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from small_engines import bare_engine, pooled_engine, prompt_of
+from small_engines import assert_no_block_lost, bare_engine, pooled_engine, prompt_of
 
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params
@@ -110,7 +110,7 @@ def test_an_aborted_request_gives_back_every_block_and_the_others_go_on(models, 
         first, second = (engine.submit(prompt, Params(max_tokens=20)) for prompt in prompts)
         outputs = [output for _ in range(steps) for output in engine.step()]
         result = engine.abort(first)
-        engine.check()
+        assert_no_block_lost(engine)
         while not engine.idle:
             outputs += engine.step()
     assert result.finish is Finish.ABORTED

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from erratic import ErraticMover
-from small_engines import bare_engine, pooled_engine, prompt_of
+from small_engines import assert_no_block_lost, bare_engine, pooled_engine, prompt_of
 
 from layercast.connector.transformers.requests import Params
 from layercast.flow.orders import LoadEnd, LoadOutcome
@@ -104,7 +104,7 @@ class Schedule:
             for output in engine.step():
                 if output.result:
                     self.check(output.request, output.result)
-            engine.check()
+            assert_no_block_lost(engine)
             engine.pool.directory.check()
 
     def check(self, request, result, aborted=False):

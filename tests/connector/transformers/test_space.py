@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_engines import assert_every_reference_owned
 
 from layercast.connector.transformers.allocator import BlockAllocator
 from layercast.connector.transformers.space import BlockSpace, first_visible
@@ -58,7 +59,7 @@ def test_every_reference_belongs_to_a_table_or_a_copy_whatever_happens(actions):
             orders.append(f"order-{number}")
         elif action == "end" and orders:
             space.ended(orders.pop(amount % len(orders)))
-        space.check(tables for tables, _ in live)
+        assert_every_reference_owned(space, [tables for tables, _ in live])
         for index, spec in enumerate(SPECS[:2]):
             first = first_visible(spec, done[0]) // spec.block_size
             held = tables.groups[index][first : -(-done[0] // spec.block_size)]
@@ -99,13 +100,6 @@ def test_an_order_id_is_used_once():
     space.hold("save", [])
     with pytest.raises(BadTransition, match="'save'"):
         space.hold("save", [])
-
-
-def test_a_reference_without_an_owner_is_named():
-    space = space_of()
-    space.grow(space.tables(), 0, 4)
-    with pytest.raises(BadTransition, match="'full'"):
-        space.check([])
 
 
 def test_only_sequences_that_fit_alone_are_accepted():

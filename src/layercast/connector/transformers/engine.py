@@ -213,10 +213,6 @@ class Engine:
         """Whether no request is under way and no copy pending."""
         return not self._live and not self.space.held and not self.pushes.pending
 
-    def check(self) -> None:
-        """Raises BadTransition unless every held block belongs to a request or to a copy under way."""
-        self.space.check(request.tables for request in self._schedule.requests)
-
     @property
     def _chunk(self) -> int:
         return self.settings.chunk_blocks * self.settings.block_size

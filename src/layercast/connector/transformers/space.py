@@ -169,22 +169,6 @@ class BlockSpace:
         for group, blocks in hold.blocks if hold else ():
             self._release(group, blocks)
 
-    def check(self, live: Iterable[BlockTables]) -> None:
-        """Raises BadTransition unless every reference belongs to a table or a hold."""
-        counted: list[dict[int, int]] = [{} for _ in self.specs]
-        for tables in live:
-            for index, table in enumerate(tables.groups):
-                state = [tables.state] if index == self.recurrent else []
-                _count(counted[index], [block for block in (*table, *state) if block is not None])
-        for hold in self._holds.values():
-            for group, blocks in hold.blocks:
-                _count(counted[group], blocks)
-        for spec, allocator, count in zip(self.specs, self.allocators, counted, strict=True):
-            if allocator.references() != count:
-                raise BadTransition(
-                    f"group {spec.name!r}: held {allocator.references()}, but tables and copies {count}"
-                )
-
     def _drop(self, group: int, table: Table, indices: Iterable[int]) -> None:
         gone = [at for at in indices if table[at] is not None]
         self._release(group, [block for at in gone if (block := table[at]) is not None])
@@ -205,8 +189,3 @@ def _missing(spec: GroupSpec, table: Table, done: int, upto: int, also: Sequence
     """Block indices that rows [first visible, upto) or a load need and the table lacks, ascending."""
     indices = range(first_visible(spec, done) // spec.block_size, -(-upto // spec.block_size))
     return [at for at in sorted({*indices, *also}) if at >= len(table) or table[at] is None]
-
-
-def _count(into: dict[int, int], blocks: Iterable[int]) -> None:
-    for block in blocks:
-        into[block] = into.get(block, 0) + 1
