@@ -6,7 +6,7 @@ Llama-3.1-8B shape, seeded random weights (not dummy ones), bf16, full graphs an
 Each case is an engine in a process of its own (vllm_engine.py). Some are up at a time and one works: so engines can be
 compared in turn, and start together. The JSON is written after every phase of every case.
 
-same    tokens and KV bytes of hits from the pool against hits from GPU memory; a load that fails inside a forward
+same    tokens and KV bytes of layercast's hits against hits from GPU memory; a load that fails inside a forward
 hits    TTFT of prefix + new tokens: from the connector, and with the prefix in GPU memory (the floor: `recompute`'s)
 link    plain copies of 1 GiB between pinned memory and the GPU: the link's limit in this run
 hooks   the engine thread's time in layercast's hooks
@@ -166,10 +166,9 @@ def compared(every):
 def alone(engine, args, results):
     """The phases of one engine, while its neighbour is idle."""
     name, phases, ours = engine.name, set(args.phases), engine.name.startswith("layercast")
-    if "same" in phases and name != "recompute":
+    if "same" in phases and ours:
         results.put("same", name, engine("same", prefix=2048, new=300, tokens=16, count=3))
-        if ours:
-            results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
+        results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
     for shape in args.shapes if "hits" in phases and not results.over else ():
         prefix, new = map(int, shape.split("+"))
         settle = 0.3 if prefix < 20000 else 0.8
@@ -186,9 +185,11 @@ def alone(engine, args, results):
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
     if "mixed" in phases and name != "recompute" and not results.over:
         results.put("mixed", name, engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
-    for rate, seed in args.rates if "poisson" in phases and not results.over else ():
+    for rate, seed in args.rates if "poisson" in phases and name != "recompute" and not results.over else ():
         order = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96, "rate": rate, "seed": int(seed)}
         results.put("poisson", f"{name} rate {rate:g} seed {seed:g}", engine("poisson", **order))
+    if ours:
+        results.put("counts", name, engine("counts"))
 
 
 def together(engines, args, results):
@@ -218,14 +219,14 @@ def measured(engines, args, results):
                 results.put("link", "limit", engine("link"))
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
+    pair = [engine for engine in alive if engine.name in ("recompute", "layercast")]
+    if len(pair) == 2:
+        together(pair, args, results)
     for engine in sorted(alive, key=lambda engine: not engine.name.startswith("layercast")):
         try:
             alone(engine, args, results)
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
-    pair = [engine for engine in alive if engine.name in ("recompute", "layercast") and not engine.dead]
-    if len(pair) == 2:
-        together(pair, args, results)
     for engine in engines:
         engine.end()
 
