@@ -4,10 +4,9 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
-
-from layercast.testing.models import tiny_model
 
 logging.set_verbosity_error()
 

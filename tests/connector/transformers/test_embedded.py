@@ -1,6 +1,7 @@
 import pytest
 import torch
 from small_engines import assert_no_block_lost, flip, pooled_engine, prompt_of
+from tiny_models import tiny_model
 
 from layercast.connector.transformers.embedded import weights_digest
 from layercast.connector.transformers.requests import Params
@@ -8,7 +9,6 @@ from layercast.errors import DeadlineExceeded
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
 from layercast.spec.groups import GroupKind
 from layercast.spec.planes import PlaneKind
-from layercast.testing.models import tiny_model
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
 BULK, LAYERWISE = {"use_layerwise": False}, {"use_layerwise": True}

@@ -4,11 +4,11 @@ import time
 
 import pytest
 from small_engines import assert_no_block_lost, flip, pooled_engine, prompt_of
+from tiny_models import tiny_model
 
 from layercast.connector.transformers.requests import Params
 from layercast.errors import OutOfMemory, PeerLost
 from layercast.flow.orders import LoadEnd, LoadOutcome
-from layercast.testing.models import tiny_model
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
 ONE = Params(max_tokens=1, logits=True)

@@ -6,10 +6,10 @@ import os
 import msgspec
 import pytest
 from small_engines import pooled_engine, prompt_of
+from tiny_models import tiny_model
 
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.control.messages import PushTicket
-from layercast.testing.models import tiny_model
 from layercast.transport.socket import SocketTransport
 
 SECRET = b"0123456789abcdef"

@@ -3,11 +3,11 @@ from contextlib import contextmanager
 
 import pytest
 from small_engines import pooled_engine, prompt_of
+from tiny_models import tiny_model
 
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.errors import Full, LayoutMismatch, Refused
 from layercast.flow.orders import LoadEnd, LoadOutcome
-from layercast.testing.models import tiny_model
 from layercast.transport.memory import MemoryHub, MemoryTransport
 from layercast.transport.socket import SocketTransport
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from drive_folder import PROMPTS, TOLD, counted, without_connector
-from lab import Engine, model, tell, torch, transformers
+from lab import Engine, model, tell
+from tiny_models import torch, transformers
 
 from layercast.store.folder import UNFINISHED, FolderStore
 

@@ -9,8 +9,9 @@ import torch
 import transformers
 import xxhash
 from drive_spec import length
-from lab import BASE, Engine, model, prompt, tell
+from lab import Engine, model, prompt, tell
 from safetensors.torch import load_file, save_file
+from tiny_models import BASE
 
 QUIET = 0.05
 """Part of what layers other than the first add, so that an MTP layer like the first one foretells the whole."""

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
-from lab import BASE, BLOCK, Engine, model, prompt, tell
+from lab import BLOCK, Engine, model, prompt, tell
 from safetensors.torch import save_file
+from tiny_models import BASE
 
 
 def eagle(folder):

@@ -21,10 +21,10 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
 )
+sys.path.append(str(Path(__file__).parents[1]))
 
-import torch
-import transformers
 import xxhash
+from tiny_models import DEEPSEEK, EXPERTS, GRANITE4, LOCAL_EXPERTS, seeded
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -33,15 +33,11 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.platforms.cpu import CpuPlatform
 
 from layercast.move.paced import PacedMover
-from layercast.testing.models import BASE, MAMBA2
 
 BLOCK = 32
 MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 32, **EXPERTS, "moe_intermediate_size": 64}),
     "gemma3": (
         "Gemma3TextConfig",
         {
@@ -51,44 +47,19 @@ MODELS = {
             "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {"head_dim": 32, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 32, "sliding_window": 64, **LOCAL_EXPERTS}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {
-            "num_key_value_heads": 8,
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
+        DEEPSEEK
+        | {
             "first_k_dense_replace": 4,
             "kv_lora_rank": 512,
-            "q_lora_rank": 48,
             "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             "qk_nope_head_dim": 32,
         },
     ),
-    "granite4h": (
-        "GraniteMoeHybridConfig",
-        {
-            **MAMBA2,
-            "layer_types": ["mamba", "mamba", "attention", "mamba"],
-            "num_attention_heads": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
-            "position_embedding_type": "nope",
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 0.25,
-        },
-    ),
+    "granite4h": ("GraniteMoeHybridConfig", GRANITE4 | {"num_attention_heads": 4}),
 }
 
 
@@ -96,10 +67,7 @@ def model(folder, name):
     """The folder of a tiny model with seeded random weights, made once."""
     path = Path(folder) / name
     if not path.exists():
-        torch.manual_seed(0)
-        kind, more = MODELS[name]
-        config = getattr(transformers, kind)(**{**BASE, **more})
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(path)
+        seeded(*MODELS[name]).save_pretrained(path)
     return str(path)
 
 
