@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
 from layercast.bench.ground import Device, Ground, Shape, ground
-from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
+from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, timed_in_turn
 from layercast.bench.rivals import rivals
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
@@ -108,18 +109,10 @@ def quiet(
     absent: dict[str, str],
 ) -> Table:
     """How fast each way is with the device to itself, and what it costs the thread that calls."""
-    synchronize = torch.cuda.synchronize
-    took = in_turn({name: lambda s=start: timed(s, synchronize) for name, start in ways.items()}, repeats)  # type: ignore[misc]
-    limit = median([ms for _, ms in took["contiguous"]])
-    rows = {}
-    for name, runs in took.items():
-        ms = median([ms for _, ms in runs])
-        rows[name] = {
-            "GB/s": here.nbytes / ms / 1e6,
-            "of contiguous": limit / ms,
-            "host us a layer": median([host for host, _ in runs]) * 1e3 / here.shape.layers,
-            **spread("ms", [ms for _, ms in runs]),
-        }
+    took = timed_in_turn(ways, repeats, torch.cuda.synchronize)
+    rows = {name: rates(runs, here.nbytes, here.shape.layers) for name, runs in took.items()}
+    for row in rows.values():
+        row["of contiguous"] = row["GB/s"] / rows["contiguous"]["GB/s"]
     return Table(title=title, rows=rows, bar="GB/s", best="contiguous", checks=checks, absent=absent, note=here.about)
 
 
@@ -146,7 +139,7 @@ def beside(here: Ground, title: str, ways: dict[str, Start], repeats: int, absen
         return first.elapsed_time(last), copied_ms
 
     starts: dict[str, Start | None] = {"products alone": None, **ways}
-    took = in_turn({name: lambda s=start: round_of(s) for name, start in starts.items()}, repeats)  # type: ignore[misc]
+    took = in_turn({name: partial(round_of, start) for name, start in starts.items()}, repeats)
     alone = median([ms for ms, _ in took["products alone"]])
     limit = median([copied for _, copied in took["contiguous"]])
     rows = {}

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
 
 from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground
 from layercast.bench.layers import whole
-from layercast.bench.results import SOON_S, Start, Table, in_turn, median, spread, timed
+from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, spread, timed_in_turn
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_ways import rows_of
@@ -50,15 +51,9 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     ways |= {name: whole(mover, lists) for name, mover in movers.items()}
     if device.kernel is not None:
         ways |= {f"kernel, {programs} programs": _kernel(device, lists, programs) for programs in PROGRAMS}
-    took = in_turn({name: lambda s=start: timed(s, torch.cuda.synchronize) for name, start in ways.items()}, repeats)  # type: ignore[misc]
-    rows = {}
-    for name, runs in took.items():
-        ms = median([ms for _, ms in runs])
-        rows[name] = {
-            "GB/s": shape.layers * blocks * shape.block_bytes / ms / 1e6,
-            "host us a layer": median([host for host, _ in runs]) * 1e3 / shape.layers,
-            **spread("ms", [ms for _, ms in runs]),
-        }
+    took = timed_in_turn(ways, repeats, torch.cuda.synchronize)
+    nbytes = shape.layers * blocks * shape.block_bytes
+    rows = {name: rates(runs, nbytes, shape.layers) for name, runs in took.items()}
     best = max((name for name in rows if name.startswith("kernel")), key=lambda n: rows[n]["GB/s"], default="layercast")
     for row in rows.values():
         row["of best kernel"] = row["GB/s"] / rows[best]["GB/s"]
@@ -103,10 +98,10 @@ def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) 
             each = [(at - began) * 1e3 - rank * stagger_us / 1e3 for rank, at in enumerate(landed)]
             return [*each, (max(landed) - began) * 1e3]
 
-        ways: dict[str, Callable[[], list[float]]] = {"one alone": lambda: load(1, 0)}
+        ways: dict[str, Callable[[], list[float]]] = {"one alone": partial(load, 1, 0)}
         for stagger_us in STAGGERS_US:
             name = f"all {len(devices)}" + (f", each {stagger_us} us later" if stagger_us else "")
-            ways[name] = lambda us=stagger_us: load(len(devices), us)  # type: ignore[misc]
+            ways[name] = partial(load, len(devices), stagger_us)
         took = in_turn(ways, repeats)
         for device in devices:
             torch.cuda.synchronize(device.number)

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -78,6 +79,20 @@ def in_turn(ways: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list
             if nth:
                 found[name].append(value)
     return found
+
+
+def timed_in_turn(
+    ways: Mapping[str, Start], repeats: int, synchronize: Callable[[], None]
+) -> dict[str, list[tuple[float, float]]]:
+    """What `timed` tells of every way, the ways in turn."""
+    return in_turn({name: partial(timed, start, synchronize) for name, start in ways.items()}, repeats)
+
+
+def rates(runs: Sequence[tuple[float, float]], nbytes: int, layers: int) -> dict[str, float]:
+    """Figures of copies that `timed` has timed; nbytes: of all layers."""
+    whole = [ms for _, ms in runs]
+    host = median([ms for ms, _ in runs])
+    return {"GB/s": nbytes / median(whole) / 1e6, "host us a layer": host * 1e3 / layers, **spread("ms", whole)}
 
 
 def timed(start: Start, synchronize: Callable[[], None]) -> tuple[float, float]:

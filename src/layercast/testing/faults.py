@@ -60,13 +60,7 @@ class FaultyStore(Store):
 
     def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
         """As `inner`, with faults in its reads."""
-        handle = self.inner.open_read(keys, lease_s)
-        if self.faults.evict_after_open:
-            sizes = handle.sizes
-            handle.close()
-            self.inner.evict(keys)
-            return _LostRead(self, tuple(keys), lease_s, sizes)
-        return _FaultyRead(self, handle)
+        return _FaultyRead(self, self.inner.open_read(keys, lease_s), keys, lease_s)
 
     def evict(self, keys: Sequence[bytes]) -> list[bool]:
         """As `inner`."""
@@ -83,7 +77,6 @@ class _FaultyWrite(WriteHandle):
         self._inner = inner
 
     def write(self, index: int, offset: int, data: Buffer) -> None:
-        """As the inner handle, unless this is the write that fails or falls short."""
         number, faults = self._store.writes, self._store.faults
         self._store.writes += 1
         self._store.clock.advance(faults.delay_s)
@@ -95,56 +88,33 @@ class _FaultyWrite(WriteHandle):
         self._inner.write(index, offset, data)
 
     def commit(self) -> None:
-        """As the inner handle."""
         self._inner.commit()
 
     def revoke(self) -> None:
-        """As the inner handle."""
         self._inner.revoke()
 
 
 class _FaultyRead(ReadHandle):
-    def __init__(self, store: FaultyStore, inner: ReadHandle) -> None:
+    def __init__(self, store: FaultyStore, inner: ReadHandle, keys: Sequence[bytes], lease_s: float) -> None:
         self._store = store
         self._inner = inner
+        self._opened = keys, lease_s
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """As the inner handle."""
         return self._inner.sizes
 
     def read(self, index: int, offset: int, buffer: bytearray | memoryview) -> None:
-        """As the inner handle, unless this is the read that fails."""
         number, faults = self._store.reads, self._store.faults
         self._store.reads += 1
         self._store.clock.advance(faults.delay_s)
         if number == faults.fail_read_at:
             raise PeerLost(f"read {number} fails, as the test asked")
+        if faults.evict_after_open:
+            self._inner.close()
+            self._store.inner.evict(self._opened[0])
+            self._inner = self._store.inner.open_read(*self._opened)  # raises what the inner store says of lost objects
         self._inner.read(index, offset, buffer)
 
     def close(self) -> None:
-        """As the inner handle."""
         self._inner.close()
-
-
-class _LostRead(ReadHandle):
-    """A read whose objects were lost after it was opened: each read looks again, and finds what is there now."""
-
-    def __init__(self, store: FaultyStore, keys: tuple[bytes, ...], lease_s: float, sizes: tuple[int, ...]) -> None:
-        self._store = store
-        self._keys = keys
-        self._lease_s = lease_s
-        self._sizes = sizes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """As they were when it was opened."""
-        return self._sizes
-
-    def read(self, index: int, offset: int, buffer: bytearray | memoryview) -> None:
-        """Raises Missing, from the inner store itself."""
-        with self._store.inner.open_read([self._keys[index]], self._lease_s) as handle:
-            handle.read(0, offset, buffer)
-
-    def close(self) -> None:
-        """Nothing is held."""
