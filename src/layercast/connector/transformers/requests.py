@@ -57,9 +57,9 @@ class Result:
     """A finished request.
 
     computed_tokens: prompt tokens that ran through the model for it; with loaded_tokens they are the whole prompt.
-    recomputed_tokens: tokens run once more, after a failed load or a preemption. tier: where loads come from. window:
-    layers moved together, 0 = all. miss: why nothing was loaded. reason: why a push was not delivered. logits:
-    `[tokens, vocabulary]` fp32.
+    recomputed_tokens: tokens run once more, after a failed load or a preemption. receipts: of its copies.
+    receipt: what was loaded and how well that was hidden, or why nothing was, and why a push was not delivered.
+    logits: `[tokens, vocabulary]` fp32.
     """
 
     request: str
@@ -72,34 +72,8 @@ class Result:
     ttft_s: float
     preemptions: int
     receipts: tuple[LoadOutcome | SaveOutcome, ...]
-    tier: str
-    window: int
-    miss: MissReason | None
-    reason: str
+    receipt: Receipt
     logits: torch.Tensor | None
-
-    @property
-    def receipt(self) -> Receipt:
-        """What was loaded for it and how well that was hidden, or why nothing was."""
-        loads = [outcome for outcome in self.receipts if isinstance(outcome, LoadOutcome)]
-        landed = [load for load in loads if load.end is LoadEnd.LANDED]
-        failed = next((load for load in loads if load.end is not LoadEnd.LANDED), None)
-        miss = self.miss if failed is None else _WHY[failed.end]
-        return Receipt(
-            request=self.request,
-            prompt_tokens=self.prompt_tokens,
-            computed_tokens=self.computed_tokens,
-            loaded_tokens=self.loaded_tokens,
-            nbytes=sum(load.nbytes for load in landed),
-            layers=max((load.layers for load in landed), default=0),
-            tier=self.tier,
-            window=self.window,
-            transfer_s=sum(load.transfer_s for load in loads),
-            exposed_s=sum(load.exposed_s for load in loads),
-            verified=bool(landed) and all(load.verified for load in landed),
-            miss=None if self.loaded_tokens else miss,
-            detail="; ".join(filter(None, ("" if failed is None else failed.reason, self.reason))),
-        )
 
 
 _WHY = {
@@ -204,9 +178,27 @@ class Request:
             ttft_s=0.0 if first is None else first - self.submitted_s,
             preemptions=self.preemptions,
             receipts=tuple(self.receipts),
+            receipt=self._receipt(reason),
+            logits=torch.stack(self.logits) if self.logits else None,
+        )
+
+    def _receipt(self, reason: str) -> Receipt:
+        loads = [outcome for outcome in self.receipts if isinstance(outcome, LoadOutcome)]
+        landed = [load for load in loads if load.end is LoadEnd.LANDED]
+        failed = next((load for load in loads if load.end is not LoadEnd.LANDED), None)
+        miss = self.miss if failed is None else _WHY[failed.end]
+        return Receipt(
+            request=self.id,
+            prompt_tokens=self.prompt_tokens,
+            computed_tokens=self.computed,
+            loaded_tokens=self.loaded,
+            nbytes=sum(load.nbytes for load in landed),
+            layers=max((load.layers for load in landed), default=0),
             tier=self.tier,
             window=self.window,
-            miss=self.miss,
-            reason=reason,
-            logits=torch.stack(self.logits) if self.logits else None,
+            transfer_s=sum(load.transfer_s for load in loads),
+            exposed_s=sum(load.exposed_s for load in loads),
+            verified=bool(landed) and all(load.verified for load in landed),
+            miss=None if self.loaded else miss,
+            detail="; ".join(filter(None, ("" if failed is None else failed.reason, reason))),
         )
