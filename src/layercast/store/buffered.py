@@ -5,12 +5,13 @@ Do not know where objects lie.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
 from layercast.store.base import Buffer, ReadHandle, Store, WriteHandle
 from layercast.store.coverage import Coverage
-from layercast.store.ledger import Ledger, check_range
+from layercast.store.ledger import Ledger, check_batch, check_range
 
 
 class BufferedStore(Store):
@@ -21,6 +22,30 @@ class BufferedStore(Store):
         self._lock = Lock()
         self._ledger = Ledger(capacity, clock)
         self._closed = False
+
+    @abstractmethod
+    def _drop(self, key: bytes) -> None:
+        """Remove an object and forget it. Lock held."""
+
+    def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
+        """See `Store.open_write`."""
+        check_batch(keys, sizes)
+        with self._lock:
+            self._check_open()
+            for key in self._ledger.room_for(sum(sizes)):
+                self._drop(key)
+            self._ledger.used += sum(sizes)
+        return BufferedWrite(self, tuple(keys), tuple(sizes))
+
+    def evict(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store.evict`."""
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                if not self._ledger.held(key):
+                    with suppress(OSError):  # whether it is gone is asked below
+                        self._drop(key)
+        return [not there for there in self.present(keys)]
 
     @abstractmethod
     def admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:

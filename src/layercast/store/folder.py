@@ -20,8 +20,8 @@ import xxhash
 
 from layercast.errors import Corrupt, FolderLost, Full, LayercastError
 from layercast.store.base import ReadHandle, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedStore, BufferedWrite
-from layercast.store.ledger import Entry, check_batch, missing
+from layercast.store.buffered import BufferedRead, BufferedStore
+from layercast.store.ledger import Entry, missing
 
 MAGIC = b"layercast file 1"
 HEADER = Struct("<16sQ16s")
@@ -55,19 +55,15 @@ class FolderStore(BufferedStore):
 
     def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
         """See `Store.open_write`. Raises FolderLost too; a disk that is full shows at the commit, as Full."""
-        check_batch(keys, sizes)
-        with self._lock:
-            self._check_open()
-            try:
+        try:
+            with self._lock:
+                self._check_open()
                 if self._uncounted > self._ledger.capacity // RECOUNT:
                     self._recount()
-                for key in self._ledger.room_for(sum(sizes)):
-                    self._drop(key)
-            except OSError as error:
-                raise _typed(error, self.folder) from error
-            self._ledger.used += sum(sizes)
-            self._uncounted += sum(sizes)
-        return BufferedWrite(self, tuple(keys), tuple(sizes))
+                self._uncounted += sum(sizes)
+            return super().open_write(keys, sizes)
+        except OSError as error:
+            raise _typed(error, self.folder) from error
 
     def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
         """See `Store.open_read`. Another process may evict an object during the lease; then it is Missing."""
@@ -88,15 +84,6 @@ class FolderStore(BufferedStore):
             )
             self._ledger.lease(handle, keys[::-1], handle.deadline)
             return handle
-
-    def evict(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store.evict`."""
-        with self._lock:
-            self._check_open()
-            for key in keys:
-                if not self._ledger.held(key):
-                    self._discard(key)  # whether it is gone is asked below
-        return [not there for there in self.present(keys)]
 
     def close(self) -> None:
         """See `Store.close`. The files stay."""

@@ -6,9 +6,9 @@ Does not know what the bytes are.
 from collections.abc import Callable, Sequence
 
 from layercast.errors import Missing
-from layercast.store.base import ReadHandle, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedStore, BufferedWrite
-from layercast.store.ledger import check_batch, missing
+from layercast.store.base import ReadHandle
+from layercast.store.buffered import BufferedRead, BufferedStore
+from layercast.store.ledger import missing
 
 
 class MemoryStore(BufferedStore):
@@ -30,16 +30,6 @@ class MemoryStore(BufferedStore):
             self._check_open()
             return [key in self._objects for key in keys]
 
-    def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
-        """See `Store.open_write`."""
-        check_batch(keys, sizes)
-        with self._lock:
-            self._check_open()
-            for key in self._ledger.room_for(sum(sizes)):
-                self._drop(key)
-            self._ledger.used += sum(sizes)
-        return BufferedWrite(self, tuple(keys), tuple(sizes))
-
     def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
         """See `Store.open_read`."""
         with self._lock:
@@ -53,15 +43,6 @@ class MemoryStore(BufferedStore):
             handle = BufferedRead(self, tuple(keys), sizes, deadline, lambda i: self._current(keys[i], objects[i]))
             self._ledger.lease(handle, keys[::-1], handle.deadline)
             return handle
-
-    def evict(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store.evict`."""
-        with self._lock:
-            self._check_open()
-            for key in keys:
-                if not self._ledger.held(key):
-                    self._drop(key)
-            return [key not in self._objects for key in keys]
 
     def close(self) -> None:
         """See `Store.close`."""
