@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -62,8 +63,7 @@ def one_gate(device: Device) -> Table:
 
 def captured(here: Ground, forward: Forward, repeats: int) -> Table:
     """A bare graph beside one with a wait and a write a layer: open, loading, loading and saving."""
-    run = _Captured(here, forward)
-    try:
+    with closing(_Captured(here, forward)) as run:
         limit = here.contiguous(up=True)
         ways: dict[str, Callable[[], float]] = {
             "bare graph": lambda: run.ms(run.bare),
@@ -78,8 +78,6 @@ def captured(here: Ground, forward: Forward, repeats: int) -> Table:
         cost = (rows["gated graph, all open"]["ms"] - rows["bare graph"]["ms"]) * 1e3 / here.shape.layers
         rows["gated graph, all open"]["us a gate"] = cost
         checks = run.checks()
-    finally:
-        run.close()
     tokens = here.blocks * here.shape.block
     best = max(("gated graph, all open", "contiguous load alone"), key=lambda name: rows[name]["ms"])
     return Table(

@@ -1,8 +1,8 @@
 """`layercast bench layers`: blocks between scattered places, on a quiet device and beside matrix products."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -129,12 +129,13 @@ def beside(here: Ground, title: str, ways: dict[str, Start], repeats: int, absen
             for _ in range(5):
                 torch.mm(a, w, out=out)
             first.record()
-        copies = _Side(start, here.device.number)
-        with torch.cuda.stream(here.device.compute):
-            for _ in range(PRODUCTS):
-                torch.mm(a, w, out=out)
-            last.record()
-        copied_ms = copies.wait()
+        with ThreadPoolExecutor(1) as side:
+            copies = side.submit(_copied_ms, start, here.device.number)
+            with torch.cuda.stream(here.device.compute):
+                for _ in range(PRODUCTS):
+                    torch.mm(a, w, out=out)
+                last.record()
+            copied_ms = copies.result()
         torch.cuda.synchronize()
         return first.elapsed_time(last), copied_ms
 
@@ -159,24 +160,12 @@ def beside(here: Ground, title: str, ways: dict[str, Start], repeats: int, absen
     return Table(title=title, rows=rows, bar="GB/s", best="contiguous", absent=absent, note=note)
 
 
-class _Side:
-    """Copies on a thread of their own, so that they do not hold up who launches products."""
-
-    def __init__(self, start: Start | None, device: int) -> None:
-        self._ms = 0.0
-        self._thread = threading.Thread(target=self._run, args=(start, device)) if start is not None else None
-        if self._thread is not None:
-            self._thread.start()
-
-    def wait(self) -> float:
-        """ms that they took; 0 = there were none."""
-        if self._thread is not None:
-            self._thread.join()
-        return self._ms
-
-    def _run(self, start: Start, device: int) -> None:
-        torch.cuda.set_device(device)
-        began = time.perf_counter()
-        for finish in [start() for _ in range(TIMES)]:
-            finish()
-        self._ms = (time.perf_counter() - began) * 1e3
+def _copied_ms(start: Start | None, device: int) -> float:
+    """ms that copies took, on a thread of their own so that they do not hold up who launches products; 0: no copies."""
+    if start is None:
+        return 0.0
+    torch.cuda.set_device(device)
+    began = time.perf_counter()
+    for finish in [start() for _ in range(TIMES)]:
+        finish()
+    return (time.perf_counter() - began) * 1e3

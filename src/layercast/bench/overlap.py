@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import torch
@@ -29,11 +29,11 @@ def overlap(
     """
     weights = Weights(shape)
     for cached, new in lengths:
-        with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
+        with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
             yield first_tokens(run, FEW if cached > LONG else repeats, brief=brief)
     if busy:
         cached, new = lengths[0]
-        with ground(device, shape, cached) as here, Run.of(here, Forward(weights, here, new)) as run:
+        with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
             yield beside_python(run, repeats)
 
 
@@ -49,16 +49,10 @@ class Run:
         self.progress = torch.zeros(here.shape.layers, dtype=torch.int32, device="cuda")
         self.contiguous = here.contiguous(up=True)
 
-    @classmethod
-    @contextmanager
-    def of(cls, here: Ground, forward: Forward) -> "Iterator[Run]":
-        """One whose movers are closed at the end."""
-        run = cls(here, forward)
-        try:
-            yield run
-        finally:
-            for mover in filter(None, (run.auto, run.plain, run.staged)):
-                mover.close(SOON_S)
+    def close(self) -> None:
+        """Give the movers back."""
+        for mover in filter(None, (self.auto, self.plain, self.staged)):
+            mover.close(SOON_S)
 
     def ms(self, body: Callable[[], object]) -> float:
         """ms of the body on a quiet device, until the computing stream has done what it queued."""
