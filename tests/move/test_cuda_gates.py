@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 from host_device import DeviceMemory, HostDevice
@@ -112,3 +113,53 @@ def test_flags_are_set_by_the_device_or_by_the_last_flight(device, mover, batch)
     assert gate._flags.tolist() == [1, 1]
     gate.reset()
     gate.close()
+
+
+class Watched(dict):
+    """What a gate keeps, seen from another thread: `then` is called behind each change, or behind each `get`."""
+
+    def __init__(self, values, changed=lambda: None, got=lambda: None):
+        super().__init__(values)
+        self._changed, self._got = changed, got
+
+    def get(self, *asked):
+        found = super().get(*asked)
+        self._got()
+        return found
+
+    def __setitem__(self, layer, left):
+        super().__setitem__(layer, left)
+        self._changed()
+
+    def pop(self, *key):
+        found = super().pop(*key)
+        self._changed()
+        return found
+
+    def __delitem__(self, layer):
+        super().__delitem__(layer)
+        self._changed()
+
+
+def test_at_any_time_what_a_gate_misses_and_what_has_come_make_up_all(device, mover, batch):
+    """A caller looks without a lock."""
+    gate, seen = CudaGate(device, lambda: 99), []
+    gate.arm({0: 3})
+    gate._missing = Watched(
+        gate._missing, changed=lambda: seen.append((dict(gate._missing).get(0, 0), len(gate._flights.get(0, ()))))
+    )
+    gate.open_all([(0, mover.submit(batch)) for _ in range(3)])
+    assert seen == [(2, 1), (1, 2), (0, 3)]
+
+
+def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_flight(device, mover, batch):
+    gate, flight, held = CudaGate(device, lambda: 99), mover.submit(batch), []
+    gate.arm({0: 1})
+    flight.wait(SOON_S)
+    flight.wave._done = False  # as if the host had not learned of it yet
+    words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)[0] = -1
+    opens = iter([lambda: gate.open(0, flight)])
+    gate._flights = Watched({}, got=lambda: next(opens, lambda: None)())
+    gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told))
+    gate.wait(0, SOON_S)
+    assert [number for *_, number in held] == [flight.number]

@@ -52,10 +52,13 @@ class CudaGate(CpuGate):
             for layer, after in passed:
                 if not isinstance(after, CudaFlight):
                     super().open(layer, after)
-                elif left := self._missing.pop(layer, 0):
+                elif left := self._missing.get(layer, 0):
+                    # `wait` looks without the lock: it finds the layer closed until it finds every flight
                     self._flights.setdefault(layer, []).append(after)
                     if left > 1:
                         self._missing[layer] = left - 1
+                    else:
+                        del self._missing[layer]
             self._changed.notify_all()
 
     def wait(self, layer: int, timeout_s: float) -> float:
@@ -64,8 +67,9 @@ class CudaGate(CpuGate):
         Raises DeadlineExceeded after `timeout_s` seconds.
         """
         epoch, blocked = self._epoch, 0.0
+        closed = layer in self._missing
         flights = self._flights.get(layer, ())
-        if layer in self._missing or any(map(_parked, flights)):
+        if closed or any(map(_parked, flights)):
             start = time.monotonic()
             super().wait(layer, timeout_s)
             flights = self._flights.get(layer, ())
