@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from layercast import config
-from layercast.config import Config, cache_folder, from_environment, from_mapping, from_sources, from_toml
+from layercast.config import Config, cache_folder, from_mapping, from_sources
 from layercast.errors import BadSetting, UnknownSetting
 
 
@@ -69,8 +69,8 @@ def test_text_values_are_read_as_the_type_they_stand_for():
 def test_a_size_may_be_written_with_its_unit_wherever_settings_come_from(tmp_path, text, count):
     path = tmp_path / "layercast.toml"
     path.write_text(f'disk_bytes = "{text}"\n')
-    assert from_toml(path).disk_bytes == count
-    assert from_environment({"LAYERCAST_DISK_BYTES": text}).disk_bytes == count
+    assert from_sources(path, {}).disk_bytes == count
+    assert from_sources(None, {"LAYERCAST_DISK_BYTES": text}).disk_bytes == count
     assert from_sources(None, {}, [f"disk_bytes={text}"]).disk_bytes == count
     assert from_mapping({"layerwise_max_transfer_bytes": text}).layerwise_max_transfer_bytes == count
 
@@ -81,9 +81,9 @@ def test_a_size_that_is_none_says_what_to_write():
 
 
 def test_the_environment_is_read_by_prefix_and_unknown_names_are_refused():
-    assert from_environment({"LAYERCAST_VERIFY": "false", "HOME": "/"}).verify is False
+    assert from_sources(None, {"LAYERCAST_VERIFY": "false", "HOME": "/"}).verify is False
     with pytest.raises(UnknownSetting, match="environment: unknown setting verfy"):
-        from_environment({"LAYERCAST_VERFY": "false"})
+        from_sources(None, {"LAYERCAST_VERFY": "false"})
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -91,14 +91,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     broken.write_text("verify = ")
     for path in (broken, tmp_path / "absent.toml"):
         with pytest.raises(BadSetting, match=path.name):
-            from_toml(path)
+            from_sources(path, {})
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadSetting, match=r"binary\.toml"):
-        from_toml(path)
+        from_sources(path, {})
 
 
 def test_the_later_source_wins(tmp_path):

@@ -136,16 +136,6 @@ def size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
-def from_toml(path: Path) -> Config:
-    """Config from the top level of a TOML file. Raises BadSetting when it can't be read."""
-    return from_mapping(_toml_values(path), str(path))
-
-
-def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
-    """Config from `LAYERCAST_*` variables; a name that is no setting is an error."""
-    return from_mapping(_environment_values(environ), "environment")
-
-
 def from_sources(
     path: Path | None = None, environ: Mapping[str, str] = os.environ, pairs: Sequence[str] = ()
 ) -> Config:

@@ -41,7 +41,6 @@ def test_every_family_is_a_layout():
         ],
     )
     assert layout.layers == tuple(range(7))
-    assert layout.block_sizes == (16, 32, 64, 1024)
     assert [layout.group_of(layer) for layer in range(7)] == [0, 1, 2, 2, 3, 3, 0]
     attention, window, latent, state = layout.groups
     assert [p.name for p in attention.planes] == ["layers.0.key", "layers.0.value", "draft.0.kv"]

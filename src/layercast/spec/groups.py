@@ -81,11 +81,6 @@ class Layout(msgspec.Struct, frozen=True):
         """Ids of all layers, ascending."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Tokens per block of each group."""
-        return tuple(group.spec.block_size for group in self.groups)
-
     def group_of(self, layer: int) -> int:
         """Index of the group that holds a layer."""
         return next(index for index, group in enumerate(self.groups) if layer in group.spec.layers)
