@@ -148,6 +148,31 @@ def test_a_batch_that_ended_before_a_rearming_is_not_counted_after_it():
     assert set(run.left()) == {second}
 
 
+def test_gates_that_are_armed_while_a_load_fails_do_not_wait_for_what_is_not_submitted_any_more():
+    valve = HostFlight()
+
+    class Held(Wrapped):
+        def submit(self, pieces, *, after=(), keep=()):
+            return super().submit(pieces, after=(*after, valve), keep=keep)
+
+    with worker_over(Held, layerwise_prefetch_layers=1, layer_wait_ms=20) as worker:
+        step = worker.begin(StepOrders(0, (load("a", 0, 0),)))
+        (run,), skip = worker._loads, worker.gates.skip
+        worker.gates.release()  # as while its batches are submitted
+
+        def skip_and_arm(batches):
+            skip(batches)
+            worker.gates.arm([run])
+
+        worker.gates.skip = skip_and_arm
+        run.fail(LoadEnd.LOST, "a reason")
+        assert [worker.gates.gate.wait(layer, 0.01) for layer in range(1, LAYERS)] == [0] * (LAYERS - 1)
+        valve.land()
+        assert forward(step).failed == ("a",)
+        settled(worker)
+        assert worker.idle
+
+
 def test_a_load_whose_digest_is_refused_is_under_way_until_its_copy_has_ended():
     valve = HostFlight()
 

@@ -204,8 +204,8 @@ class Worker:
     def stopped(self, run: LoadRun) -> None:
         """A load has failed: move no more of it, and let nobody wait for the rest."""
         dropped = self.issuer.drop(run.id)
+        run.give_back(dropped)  # first, or gates that are armed meanwhile would wait for what nobody will skip
         self.gates.skip(dropped)
-        run.give_back(dropped)
 
     def _load(self, order: LoadOrder, after: Sequence[Flight]) -> tuple[LoadRun, list[Batch]]:
         run = LoadRun(order, order.id, self)
