@@ -7,6 +7,7 @@ import sys
 from drive_faults import Log, Troubles
 from lab import BLOCK, Engine, model, prompt, tell
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from layercast.observe.receipts import receipts_in
 from layercast.plan.policy import Estimate
@@ -28,6 +29,19 @@ class Known:
 
     def computed(self, tokens, seconds):
         """Nothing new."""
+
+
+class Passing:
+    """Counts the layers that a forward has passed without asking for loads that it was to wait for."""
+
+    def __init__(self, worker):
+        self.count, self._worker, self._pass_on = 0, worker, worker.wait_for_layer_load
+        worker.wait_for_layer_load = self
+
+    def __call__(self, name):
+        orders = self._worker._connector_metadata.orders
+        self.count += orders is not None and bool(orders.joins or orders.loads) and self._worker._step is None
+        self._pass_on(name)
 
 
 def beside(engine, number, *prompts, others=True, keep_local=False, apart=0):
@@ -176,6 +190,7 @@ def main(folder, count):
         prompts = [references[0][0], *([*prompt(0, HIT), *prompt(seed, rest)] for seed, rest in ((77, REST), (78, 5)))]
         run["wants"] = [engine.run(ids, params=KEEP)["replies"][0]["tokens"] for ids in prompts]
         engine.pace(GBPS)
+        passing = Passing(get_kv_transfer_group())
         engine.run(prompts[0][: HIT + 1])
         engine.drain()
         engine.run(prompts[0], params=KEEP)
@@ -185,6 +200,7 @@ def main(folder, count):
         run["faults"] = faults(engine, int(count), references)
         run["lost"] = lost(engine)
         run["unscheduled"] = unscheduled(engine, references[0][0], prompts[2])
+        run["unasked"] = passing.count
         run["threads"] = engine.close()
         facts[name] = run
     tell(facts)

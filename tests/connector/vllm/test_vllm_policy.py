@@ -52,6 +52,12 @@ def test_beside_others_a_hit_that_would_hold_them_up_is_loaded_in_two_parts(fact
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_no_layer_is_passed_before_the_loads_that_its_forward_joins_are_asked_for(facts, name):
+    """vLLM calls `start_load_kv` behind a forward for which it has matched nothing itself."""
+    assert facts[name]["unasked"] == 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_what_loads_and_forwards_cost_is_measured(facts, name):
     link, token_s, forward_s = facts[name]["costs"]
     assert 0 < link < 1.05 * GBPS * 1e9 / 8

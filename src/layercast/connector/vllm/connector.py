@@ -25,7 +25,14 @@ from layercast.connector.vllm.metadata import Orders
 from layercast.connector.vllm.registration import refuse
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.stats import Metrics, Stats
-from layercast.connector.vllm.versions import DISK_SOURCE, HIT_SOURCE, NAMES_LAYOUTS, layout_in_force, writes_blocks
+from layercast.connector.vllm.versions import (
+    DISK_SOURCE,
+    HIT_SOURCE,
+    NAMES_LAYOUTS,
+    forward_waits,
+    layout_in_force,
+    writes_blocks,
+)
 from layercast.connector.vllm.worker import WorkerHooks
 from layercast.observe.receipts import DISK
 from layercast.observe.start import start_line
@@ -74,6 +81,8 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
         Where the worker is in this very process, they do at once.
         """
         orders = super().build_connector_meta(scheduler_output)
+        if orders.orders is not None and orders.orders.joins:
+            forward_waits(scheduler_output)
         loads = orders.orders is not None and (orders.orders.loads or orders.orders.background)
         if not loads or not self._steps_apart or writes_blocks(scheduler_output):
             return orders

@@ -84,6 +84,13 @@ def writes_blocks(output: SchedulerOutput) -> bool:
     return bool(getattr(output, "new_block_ids_to_zero", None) or getattr(output, "kv_cache_block_copies", None))
 
 
+def forward_waits(output: SchedulerOutput) -> None:
+    """Have `start_load_kv` called before the step's forward. Since 0.29 it comes behind one for which nothing is
+    loaded that was matched in this very step."""
+    if hasattr(output, "has_sync_kv_loads"):
+        output.has_sync_kv_loads = True
+
+
 def extra_keys(request: Request, start: int, end: int, medium: int) -> tuple[list[tuple[object, ...]], int]:
     """(what else the tokens [start, end) depend on, tagged, the next medium); as vLLM finds it.
 
