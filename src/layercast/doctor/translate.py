@@ -28,16 +28,6 @@ class Becomes(msgspec.Struct, frozen=True):
 Rule = Becomes | str
 """A counterpart, or why there is none."""
 
-LAYERWISE: Mapping[str, Rule] = {
-    name: Becomes(name)
-    for name in (
-        "use_layerwise",
-        "layerwise_prefetch_layers",
-        "layerwise_max_transfer_blocks",
-        "layerwise_max_transfer_bytes",
-        "save_decode_cache",
-    )
-}
 PORT = "lookups are made in the scheduler's own process; no port is needed"
 RANKS = "KV is kept as each rank has it; engines that share a folder need the same parallel sizes"
 BUFFERS = "layers do not share GPU buffers"
@@ -53,82 +43,71 @@ SAVES = "what is computed is saved, in whole blocks, the first time"
 EVICTION = "the blocks that were used least recently go first"
 TIERS = "host memory always, and a folder under it where disk_path names one"
 
+
+def _alike(*names: str) -> dict[str, Rule]:
+    """Keys that have the same name here."""
+    return {name: Becomes(name) for name in names}
+
+
+def _none(why: str, *names: str) -> dict[str, Rule]:
+    """Keys that have no counterpart, for that reason."""
+    return dict.fromkeys(names, why)
+
+
+def _gib(number: Any) -> int:  # noqa: ANN401
+    return int(float(number) * GIB)
+
+
 ASCEND: Mapping[str, Rule] = {
-    **LAYERWISE,
-    "backend": REMOTE,
-    "mooncake_rpc_port": PORT,
-    "lookup_rpc_port": PORT,
-    "h2d_stagger_us": Becomes("h2d_stagger_us"),
-    "discard_partial_chunks": WHOLE,
-    "layerwise_num_shared_buffers": BUFFERS,
-    "layerwise_independent_layers": BUFFERS,
-    "load_async": CHOSEN,
-    "consumer_is_to_put": ROLE,
-    "consumer_is_to_load": ROLE,
-    "prefill_tp_size": RANKS,
-    "decode_tp_size": RANKS,
-    "prefill_pp_size": RANKS,
-    "prefill_pp_layer_partition": RANKS,
+    **_alike("use_layerwise", "layerwise_prefetch_layers", "layerwise_max_transfer_blocks"),
+    **_alike("layerwise_max_transfer_bytes", "save_decode_cache", "h2d_stagger_us"),
+    **_none(REMOTE, "backend"),
+    **_none(PORT, "mooncake_rpc_port", "lookup_rpc_port"),
+    **_none(WHOLE, "discard_partial_chunks"),
+    **_none(BUFFERS, "layerwise_num_shared_buffers", "layerwise_independent_layers"),
+    **_none(CHOSEN, "load_async"),
+    **_none(ROLE, "consumer_is_to_put", "consumer_is_to_load"),
+    **_none(RANKS, "prefill_tp_size", "decode_tp_size", "prefill_pp_size", "prefill_pp_layer_partition"),
 }
 LMCACHE: Mapping[str, Rule] = {
-    "use_layerwise": Becomes("use_layerwise"),
-    "save_decode_cache": Becomes("save_decode_cache"),
-    "max_local_cpu_size": Becomes("host_bytes", lambda gib: int(float(gib) * GIB)),
+    **_alike("use_layerwise", "save_decode_cache"),
+    "max_local_cpu_size": Becomes("host_bytes", _gib),
     "local_disk": Becomes("disk_path", lambda place: str(place).removeprefix("file://")),
-    "max_local_disk_size": Becomes("disk_bytes", lambda gib: int(float(gib) * GIB)),
+    "max_local_disk_size": Becomes("disk_bytes", _gib),
     "min_retrieve_tokens": Becomes("kv_recompute_threshold"),
-    "chunk_size": CHUNKS,
-    "local_cpu": "the pool is in host memory, always",
-    "save_unfull_chunk": WHOLE,
-    "discard_partial_chunks": WHOLE,
-    "remote_url": REMOTE,
-    "remote_serde": REMOTE,
-    "enable_blending": BLEND,
-    "blend_check_layers": BLEND,
-    "blend_recompute_ratios": BLEND,
-    "blend_thresholds": BLEND,
-    "blend_min_tokens": BLEND,
-    "blend_special_str": BLEND,
-    "save_only_first_rank": "every rank saves what it holds",
-    "enable_pd": PUSH,
-    "enable_p2p": PUSH,
-    "enable_controller": "there is no controller",
-    "lmcache_rpc_port": PORT,
+    **_none(CHUNKS, "chunk_size"),
+    **_none("the pool is in host memory, always", "local_cpu"),
+    **_none(WHOLE, "save_unfull_chunk", "discard_partial_chunks"),
+    **_none(REMOTE, "remote_url", "remote_serde"),
+    **_none(BLEND, "enable_blending", "blend_check_layers", "blend_recompute_ratios", "blend_thresholds"),
+    **_none(BLEND, "blend_min_tokens", "blend_special_str"),
+    **_none("every rank saves what it holds", "save_only_first_rank"),
+    **_none(PUSH, "enable_pd", "enable_p2p"),
+    **_none("there is no controller", "enable_controller"),
+    **_none(PORT, "lmcache_rpc_port"),
 }
 NIXL: Mapping[str, Rule] = {
-    "kv_recompute_threshold": Becomes("kv_recompute_threshold"),
-    "kv_lease_duration": "no block waits on a GPU for another instance to fetch it",
-    "push_registration_timeout": PUSH,
-    "backends": TRANSPORT,
-    "num_threads": TRANSPORT,
-    "engine_ttl": TRANSPORT,
-    "enforce_handshake_compat": "what differs in model, layout or dtype has other keys, and is never found",
-    "bidirectional_kv_xfer": PUSH,
-    "decoder_kv_blocks_ttl": PUSH,
+    **_alike("kv_recompute_threshold"),
+    **_none("no block waits on a GPU for another instance to fetch it", "kv_lease_duration"),
+    **_none(PUSH, "push_registration_timeout", "bidirectional_kv_xfer", "decoder_kv_blocks_ttl"),
+    **_none(TRANSPORT, "backends", "num_threads", "engine_ttl"),
+    **_none("what differs in model, layout or dtype has other keys, and is never found", "enforce_handshake_compat"),
 }
 OFFLOADING: Mapping[str, Rule] = {
+    **_alike("disk_path"),
     "cpu_bytes_to_use": Becomes("host_bytes", int, "theirs is for all ranks together, ours for each: divide it"),
     "cpu_bytes_to_use_per_rank": Becomes("host_bytes", int),
-    "disk_path": Becomes("disk_path"),
     "disk_capacity_bytes": Becomes("disk_bytes", int),
     "offload_prompt_only": Becomes("save_decode_cache", lambda only: not only),
-    "block_size": CHUNKS,
-    "blocks_per_chunk": CHUNKS,
-    "canonical_layout": RANKS,
-    "sync_load_budget_bytes": CHOSEN,
-    "store_threshold": SAVES,
-    "max_tracker_size": SAVES,
-    "lazy_offload": SAVES,
-    "eviction_policy": EVICTION,
-    "cache_policy_module_path": EVICTION,
-    "spec_name": TIERS,
-    "spec_module_path": TIERS,
-    "secondary_tiers": TIERS,
-    "backpressure": TIERS,
-    "kv_offload_backend": TIERS,
-    "disk_buffer_slots": "files are written and read block by block",
-    "use_page_cache": "the system's page cache is used, always",
-    "self_describing_kv_events": "vLLM's --kv-events-config alone decides about events",
+    **_none(CHUNKS, "block_size", "blocks_per_chunk"),
+    **_none(RANKS, "canonical_layout"),
+    **_none(CHOSEN, "sync_load_budget_bytes"),
+    **_none(SAVES, "store_threshold", "max_tracker_size", "lazy_offload"),
+    **_none(EVICTION, "eviction_policy", "cache_policy_module_path"),
+    **_none(TIERS, "spec_name", "spec_module_path", "secondary_tiers", "backpressure", "kv_offload_backend"),
+    **_none("files are written and read block by block", "disk_buffer_slots"),
+    **_none("the system's page cache is used, always", "use_page_cache"),
+    **_none("vLLM's --kv-events-config alone decides about events", "self_describing_kv_events"),
 }
 CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
     "AscendStoreConnector": ASCEND,
