@@ -299,3 +299,19 @@ def test_a_wait_or_a_write_of_a_step_that_moves_nothing_returns_at_once():
         assert forward(step).failed == ()
         assert time.perf_counter() - start < 0.05
         assert mover.log == []
+
+
+def test_a_load_is_held_against_what_its_slots_had_when_it_was_ordered():
+    """Its lease may end before it lands; then its slots may be another's by now, bytes and digests."""
+    arrival = HostFlight()
+    with worker_of(verify=True, layerwise_prefetch_layers=2 * LAYERS) as (worker, engine, _):
+        for layer, block in np.ndindex(LAYERS, 2):
+            engine.write(layer, block, [block, *range(3)])
+        forward(worker.begin(StepOrders(0, saves=(save("ours", [0], [0]),))))
+        settle(worker)
+        worker.begin(StepOrders(1, background=(load("late", [0], [2]),)), after=(arrival,)).end()
+        forward(worker.begin(StepOrders(2, saves=(save("theirs", [0], [1]),))))
+        worker.issuer.wait_until(lambda: all(saving.settled for saving in worker._saves), 5)
+        arrival.land()
+        (outcome,) = settle(worker).loads
+        assert outcome.end is LoadEnd.CORRUPT

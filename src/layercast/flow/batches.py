@@ -104,7 +104,8 @@ class Ways:
         plans = self.load_plans(order.pairs)
         if self.verify:
             for group, plan in plans:
-                run.kept[group] = Kept(plan.pairs()[0], self.rows[group], self.slab.digests[group])
+                slots = plan.pairs()[0]
+                run.kept[group] = Kept(slots, self.rows[group], self.slab.digests[group].take(slots, axis=1))
         hashed = [self._hashed(plan, "target", "source") for _, plan in plans]
         return [
             batch

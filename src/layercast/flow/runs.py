@@ -24,7 +24,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class Kept(NamedTuple):
-    """Slots of a group in the order of a digest's rows, and the digests taken at saving: [row of a layer, slot]."""
+    """Slots of a group in the order of a digest's rows, and the digests taken at saving: [row of a layer, nth slot].
+
+    A copy made as the load is ordered: should its lease end too early, its slots may become another's, digests and all.
+    """
 
     slots: Ints
     rows: Mapping[int, int]
@@ -216,7 +219,7 @@ def _differing(batch: Batch, digests: Sequence[DigestFlight], kept: Mapping[int,
     bad: list[tuple[int, int]] = []
     for layer, got in zip(batch.layers, digests, strict=True) if digests else ():
         slots, rows, taken = kept[batch.group]
-        bad += [(batch.group, slot) for slot in slots[taken[rows[layer], slots] != got.digests].tolist()]
+        bad += [(batch.group, slot) for slot in slots[taken[rows[layer]] != got.digests].tolist()]
     return bad
 
 
