@@ -88,3 +88,25 @@ def test_a_step_begun_early_whose_forward_never_came_is_ended_before_the_next(ho
     hooks.bind_connector_metadata(orders_with("loads", step=2))
     assert hooks._worker.calls == ["begin", "judge"]
     assert hooks._step is None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_step_is_begun_by_the_schedulers_side_only_where_the_worker_in_its_process_is_its_engines(
+    hooks, same, monkeypatch
+):
+    """Another engine of this process may have its worker here, while this one's are processes of their own."""
+    from layercast.connector.vllm import connector
+
+    class Scheduler(connector.LayercastConnector):
+        _steps_apart = True
+
+        def __init__(self):
+            self._kv_transfer_config = SimpleNamespace(engine_id="ours")
+
+    hooks._kv_transfer_config = SimpleNamespace(engine_id="ours" if same else "theirs")
+    monkeypatch.setattr(Scheduler, "__abstractmethods__", frozenset())
+    monkeypatch.setattr(connector.SchedulerHooks, "build_connector_meta", lambda *_: orders_with("loads"))
+    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: hooks)
+    assert Scheduler().build_connector_meta(SimpleNamespace()).early
+    assert hooks._worker.calls == (["begin"] if same else [])

@@ -78,7 +78,7 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """As `SchedulerHooks` says; loads that nothing of vLLM's comes before may begin early.
 
-        Where the worker is in this very process, they do at once.
+        Where this engine's worker is in this very process, they do at once.
         """
         orders = super().build_connector_meta(scheduler_output)
         if orders.orders is not None and orders.orders.joins:
@@ -87,7 +87,9 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
         if not loads or not self._steps_apart or writes_blocks(scheduler_output):
             return orders
         orders = replace(orders, early=True)
-        if has_kv_transfer_group() and isinstance(worker := get_kv_transfer_group(), WorkerHooks):
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        ours = self._kv_transfer_config.engine_id
+        if isinstance(worker, WorkerHooks) and worker._kv_transfer_config.engine_id == ours:
             worker.handle_preemptions(orders)
         return orders
 
