@@ -243,7 +243,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
-    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8, hasty: hits by these too")
+    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits by these too")
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")

@@ -27,6 +27,7 @@ from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, HOST, Calls, memory_copy
 from layercast.move.cuda_gates import CudaGate
+from layercast.move.cuda_pin import Pinning
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab
@@ -82,6 +83,9 @@ def opened(block_major: bool, staged: bool = False):
     owner = np.frombuffer(slab.owner, np.uint8)
     device.memory[owner.ctypes.data] = (HOST, owner.nbytes, owner)
     mover = CudaMover(device, KERNEL if staged else None, current_stream=lambda: 7)
+    pinning = Pinning(device, owner.ctypes.data, owner.nbytes)
+    pinning.wait(30)
+    mover.follow(pinning)
     if staged:
         mover.prefer(only(Way.STAGED))
     ways = Ways.between(layout, slab, config, on_device=True)

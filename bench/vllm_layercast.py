@@ -6,11 +6,11 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from layercast.errors import Missing
 from layercast.landing import Landing
-from layercast.move import cuda, cuda_lane
+from layercast.move import cuda_lane
 from layercast.move.costs import Way, only
 
 TIMED = 2000
-BEGIN_S, GRID = cuda.BEGIN_S, cuda_lane.STAGED_GRID
+GRID = cuda_lane.STAGED_GRID
 
 
 class Ours:
@@ -74,13 +74,9 @@ class Ours:
         return {**facts, "idle_us": self._idle(), "outcomes": self.outcomes()}
 
     def way(self, way):
-        """From now on move by this way: "engine", "staged" (with a number: by so many programs), or as "measured".
-
-        "hasty": as measured, and nobody waits for the thread that writes the program.
-        """
+        """From now on move by this way: "engine", "staged" (with a number: by so many programs), or as "measured"."""
         mover = self.worker_side._worker.mover
         self.costs = getattr(self, "costs", None) or {arm: lane.lane.costs for arm, lane in mover._arms.items()}
-        cuda.BEGIN_S = 0.0 if way == "hasty" else BEGIN_S
         cuda_lane.STAGED_GRID = int(way.removeprefix("staged") or GRID) if way.startswith("staged") else GRID
         forced = {"engine": Way.ENGINE, "staged": Way.STAGED}.get(way.rstrip("0123456789"))
         mover.prefer(only(forced) if forced else self.costs)

@@ -44,7 +44,7 @@ def copied(device, pieces, cuts=(), *, batched=True):
     device.calls_of.clear()
     program, errors = Program(), np.zeros(1, np.int64)
     program.copies([pieces], 1, batched=batched)
-    device.issue(program.table(), program.longest, np.array(sorted(cuts), np.int64), errors)
+    device.issue.run(program.table(), program.longest, np.array(sorted(cuts), np.int64), errors, 0)
     assert not errors.any()
     return device.copies
 
@@ -138,7 +138,7 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(issue, batched, a_nap)
         program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
         for nth in range(10):
             program.copies([pieces_of((nth * quarter, nth * quarter, quarter))], 1, batched=batched)
-        device.issue(program.table(), program.longest, np.zeros(0, np.int64), errors)
+        device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
         assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == 50 * quarter
     assert device.most == AHEAD
@@ -150,7 +150,7 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     device.issue = plain_issue(device.calls, (0, 0))
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
     program.copies([pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))], 1, batched=True)
-    device.issue(program.table(), program.longest, np.zeros(0, np.int64), errors)
+    device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
     assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES
     assert device.naps == 2 * NAPS

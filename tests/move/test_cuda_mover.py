@@ -1,5 +1,9 @@
+import ctypes
+import dataclasses
 import os
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,11 +13,12 @@ from msgspec.structs import replace
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
 from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_driver import DEVICE, HOST
-from layercast.move.cuda_issue import compiled_issue, plain_issue
+from layercast.move.cuda_desk import Desk
+from layercast.move.cuda_driver import DEVICE, HOST, memory_copy
+from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.flights import HostFlight
-from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
+from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
 
 STAGED, KERNELS = only(Way.STAGED), only(Way.KERNEL)
 
@@ -127,6 +132,92 @@ def test_a_step_sets_the_flags_it_was_given(device, issue):
     mover.close(SOON_S)
 
 
+class Native(HostDevice):
+    """A driver whose calls never enter the interpreter, as a real one's."""
+
+    def __init__(self):
+        super().__init__()
+        from numba import carray, cfunc, types
+
+        number, copy = types.int64, memory_copy()
+
+        @cfunc(types.int32(*[number] * 8))
+        def copy_batch(to, from_, nbytes, count, _attributes, _indices, _one, _stream):
+            row = np.empty(3, np.int64)
+            for nth in range(count):
+                copy(row.ctypes.data, to + 8 * nth, 8)
+                copy(row.ctypes.data + 8, from_ + 8 * nth, 8)
+                copy(row.ctypes.data + 16, nbytes + 8 * nth, 8)
+                copy(row[0], row[1], row[2])
+            return 0
+
+        @cfunc(types.int32(number, types.CPointer(types.uint32), number, number))
+        def write(_stream, word, value, _flags):
+            carray(word, 1)[0] = value & 0xFFFFFFFF
+            return 0
+
+        nothing = {count: cfunc(types.int32(*[number] * count))(_nothing(count)) for count in (2, 3)}
+        self.kept = copy_batch, write, nothing
+        made = {"copy_batch": (copy_batch, 8), "write": (write, 4), "record": (nothing[2], 2), "wait": (nothing[3], 3)}
+        typed = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(call.address)
+            for name, (call, count) in made.items()
+        }
+        self.calls = dataclasses.replace(self.calls, **typed)
+
+
+def _nothing(arguments):
+    return (lambda a, b: 0) if arguments == 2 else (lambda a, b, c: 0)
+
+
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds):
+    """The thread that submits spins, and no other gets the interpreter, until the bytes are in place."""
+    pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
+    device, layers = Native(), 8
+    mover = CudaMover(device, None, compiled_issue(device.calls, (0, 0)), lambda: 1)
+    memory = DeviceMemory(device, kinds)
+    source, target = memory.alloc(4096 * layers), memory.alloc(4096 * layers)
+    rows = pieces_of(*((source + 128 * i, target + 128 * (31 - i), 128) for i in range(32)))
+    batches = [replace(rows, shift=(4096 * n, 4096 * n)) for n in range(layers)]
+    last, interval = ctypes.c_uint8.from_address(target + 4096 * layers - 1), sys.getswitchinterval()
+    mover.submit(rows).wait(SOON_S)
+    for value in (1, 2, 3):
+        threading.Event().wait(BRIEF_S)  # the thread that issues goes to sleep
+        memory.write(source, data := os.urandom(4096 * (layers - 1)) + bytes([value]) * 4096)
+        deadline = time.monotonic() + SOON_S
+        try:
+            sys.setswitchinterval(2 * SOON_S)
+            flights = mover.submit_all(batches)
+            while last.value != value and time.monotonic() < deadline:
+                pass
+            moved, issued = last.value == value, flights[0].wave.issued.is_set()
+        finally:
+            sys.setswitchinterval(interval)
+        assert moved
+        assert not issued, "the thread that issues has had the interpreter"
+        for flight in flights:
+            flight.wait(SOON_S)
+        order = np.frombuffer(data, np.uint8).reshape(layers, 32, 128)[:, ::-1]
+        assert memory.read(target, len(data)) == order.tobytes()
+    mover.close(SOON_S)
+
+
+def test_what_is_submitted_before_the_last_was_picked_up_moves_in_its_turn(device, monkeypatch):
+    """Programs that find no room to be laid out are issued by Python, and counted like all others."""
+    mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
+    laid, lay = [], Desk.lay
+    monkeypatch.setattr(Desk, "lay", lambda *given: laid.append(lay(*given)) or laid[-1])
+    source, target = memory.alloc(64), memory.alloc(64)
+    flights = [flight for _ in range(50) for flight in mover.submit_all([pieces_of((source, target, 16))] * 2)]
+    for flight in flights:
+        flight.wait(SOON_S)
+    assert [entry[3] for entry in device.log if entry[0] == "write"] == list(range(1, 101))
+    assert laid[0]
+    assert len(laid) == 50
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
 def test_one_stream_counts_all_batches_of_a_step_those_that_move_nothing_too(device, costs, kinds):
@@ -221,7 +312,11 @@ def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_
     pieces = pieces_of((source, target, 16))
     mover.submit(pieces).wait(SOON_S)
     assert mover.halted == ""
-    monkeypatch.setattr(mover if dies == "_issue" else device, dies, lambda *_: sys.exit())
+    if dies == "_issue":
+        monkeypatch.setattr(Desk, "lay", lambda *_: False)
+        monkeypatch.setattr(mover, "_issue", Issue(lambda *_: sys.exit(), mover._issue.attend))
+    else:
+        monkeypatch.setattr(device, dies, lambda *_: sys.exit())
     for flight in (
         [mover.submit(pieces), *mover.submit_all([pieces] * 2)] if dies == "sleep_until" else [mover.submit(pieces)]
     ):

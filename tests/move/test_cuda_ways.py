@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_ways import rows_of, stretches, way_of
+from layercast.move.cuda_ways import rows_of, stretches, surely_engine, way_of
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
@@ -41,6 +41,29 @@ def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     assert choice(rows, kernel=False) is Way.ENGINE
     assert choice(scattered(1024, 24 * KIB + 8, host_run=64)) is Way.ENGINE
     assert choice(rows_of([pieces_of((0, 1 << 30, 16))])) is Way.ENGINE
+
+
+@given(
+    blocks=st.integers(0, 600),
+    words=st.integers(1, 1 << 13),
+    host_run=st.integers(1, 64),
+    figures=st.tuples(*[st.floats(0.01, 100.0)] * 4),
+    direction=st.sampled_from(Direction),
+    staging=st.booleans(),
+    kernel=st.booleans(),
+)
+def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
+    blocks, words, host_run, figures, direction, staging, kernel
+):
+    costs, size = Costs(*figures), 16 * words
+    pieces = pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
+    if surely_engine(pieces, costs, kernel=kernel):
+        assert way_of(rows_of([pieces]), direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
+
+
+def test_blocks_of_common_models_surely_go_by_the_engine():
+    rows = ((2**30 + 2 * i * 64 * KIB, 2**40 + 3 * i * 64 * KIB, 64 * KIB) for i in range(512))
+    assert surely_engine(pieces_of(*rows), COSTS, kernel=True)
 
 
 @given(

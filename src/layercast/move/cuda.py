@@ -7,7 +7,7 @@ the device has; the host waits for nothing but flights from elsewhere. Does not 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,25 +19,24 @@ from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
 from layercast.move.costs import Costs, Direction, Way
 from layercast.move.cuda_costs import prefer_measured
-from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
+from layercast.move.cuda_desk import Desk
+from layercast.move.cuda_driver import DEVICE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
 from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane, arrays_of
 from layercast.move.cuda_pin import Pinning
+from layercast.move.cuda_places import all_pinned, direction_of
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
 from layercast.move.raw import digests_of
-from layercast.plan.pieces import DigestRanges, Pieces, Side
+from layercast.plan.pieces import DigestRanges, Pieces
 
 STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
-BEGIN_S = 0.001
-"""Longest time that who submits copies to the device lets the thread that issues them write its program: a caller that
-goes straight on keeps the interpreter lock for up to five times as long, and the link idles meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,7 @@ class _Arm:
     """What works on one direction."""
 
     lane: Lane
+    desk: Desk
     line: Line
     watcher: Watcher
 
@@ -134,26 +134,29 @@ class CudaMover(Mover):
             return []
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
         orders = _Orders(batches, [hurdles[id(flights)] for flights in after], flags, behind)
-        return self._submit(self._arm(self._direction(batches)), orders, others, keep)
+        self._driver.bind()
+        return self._submit(self._arm(direction_of(self._driver, batches)), orders, others, keep)
 
     def _submit(self, arm: _Arm, orders: _Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
-        batches, count = orders.pieces, len(orders.pieces)
-        wave = Wave(arm.lane.tally, count, self._events.take())
+        lane, count, laid = arm.lane, len(orders.pieces), False
+        wave = Wave(lane.tally, count, self._events.take())
+        early = None if others else self._whole(lane, orders, wave)
+        table = None if early is None else early.table()
+
+        def queued() -> None:
+            nonlocal laid
+            wave.queue()
+            if early is not None and table is not None:
+                laid = arm.desk.lay(table, early.longest, self._cuts, wave.errors, wave.first)
 
         def run(_ready_at: float) -> None:
             for flight in others:
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
-            self._driver.bind()
-            pinned = self._pinned(arm.lane.direction, batches)
-            whole = not pinned or arm.lane.way(batches[:1]) is Way.ENGINE
-            for part in [range(count)] if whole else _growing(batches):
-                way = Way.ENGINE if whole else arm.lane.way(batches[part.start : part.stop])
-                program = self._program(arm.lane, orders, part, wave, way, pinned=pinned)
-                table = program.table()
-                if part.stop == count:
-                    wave.begun.set()
-                self._issue(table, program.longest, self._cuts, wave.errors)
+            if not laid:
+                whole = early or self._whole(lane, orders, wave)
+                for program in self._in_parts(lane, orders, wave) if whole is None else [whole]:
+                    self._issue.run(program.table(), program.longest, self._cuts, wave.errors, wave.first)
             wave.issued.set()
             arm.watcher.add(wave)
 
@@ -162,16 +165,13 @@ class CudaMover(Mover):
             if not wave.issued.is_set():
                 if wave.queued.is_set():
                     self._driver.bind()
-                    arm.lane.skip(wave.number(count - 1))
+                    lane.skip(wave.number(count - 1))
                 wave.queued.set()
-                wave.begun.set()
                 wave.issued.set()
 
         wave.then(ended)
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
-        arm.line.submit(wave, run, behind, keep, wave.queue)
-        if arm.lane.direction is Direction.UP and not others:
-            wave.begun.wait(BEGIN_S)  # a copy from the device has marks to wait for, and nobody waits for it
+        arm.line.submit(wave, run, behind, keep, queued)
         return [CudaFlight(wave, index) for index in range(count)]
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
@@ -255,18 +255,6 @@ class CudaMover(Mover):
             self._read_back = (0, 0)
         self._events.close()
 
-    def _direction(self, batches: Sequence[Pieces]) -> Direction:
-        first = next((pieces for pieces in batches if len(pieces)), None)
-        if first is None:
-            return Direction.LOCAL
-        self._driver.bind()
-        up, down = (self._driver.kind_of(int(side[0])) == DEVICE for side in (first.target, first.source))
-        if up and down:
-            ends = (int(first.source[0]), int(first.target[0]))
-            elsewhere = any(self._driver.device_of(end) != self._driver.device for end in ends)
-            return Direction.PEER if elsewhere else Direction.LOCAL
-        return Direction.LOCAL if up == down else Direction.UP if up else Direction.DOWN
-
     def _arm(self, direction: Direction) -> _Arm:
         """The direction's threads and streams, made when first used."""
         with self._lock:
@@ -277,11 +265,26 @@ class CudaMover(Mover):
                 lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
-                self._arms[direction] = _Arm(lane, Line(name), Watcher(self._driver, f"{name}-landing"))
+                desk = Desk(self._issue, self._driver.bind)
+                self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
 
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
+
+    def _whole(self, lane: Lane, orders: _Orders, wave: Wave) -> Program | None:
+        """The wave as one program, if it goes by the engine. On any thread, once what it waits for has its numbers."""
+        batches = orders.pieces
+        pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
+        if pinned and lane.way(batches[:1]) is not Way.ENGINE:
+            return None
+        return self._program(lane, orders, range(len(batches)), wave, Way.ENGINE, pinned=pinned)
+
+    def _in_parts(self, lane: Lane, orders: _Orders, wave: Wave) -> Iterator[Program]:
+        """The wave in several programs: one moves while the next is written. On the thread that issues."""
+        for part in _growing(orders.pieces):
+            way = lane.way(orders.pieces[part.start : part.stop])
+            yield self._program(lane, orders, part, wave, way, pinned=True)
 
     def _program(self, lane: Lane, orders: _Orders, part: range, wave: Wave, way: Way, *, pinned: bool) -> Program:
         """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
@@ -298,7 +301,7 @@ class CudaMover(Mover):
                 lane.hold_until(program, orders.behind[index], way)
             alike = _alike(orders, range(index, part.stop), passed)
             program.owner, group = index, orders.pieces[index : index + alike]
-            stream = lane.move(program, group, way, wave.number(index), pinned=pinned)
+            stream = lane.move(program, group, way, index, pinned=pinned)
             program.owner = EVERYBODYS
             if orders.flags[index]:
                 program.write(stream, orders.flags[index])
@@ -307,19 +310,6 @@ class CudaMover(Mover):
             program.record(wave.event.handle, stream)
         lane.finish(program, way, started, stream)
         return program
-
-    def _pinned(self, direction: Direction, batches: Sequence[Pieces]) -> bool:
-        """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
-        up: tuple[Side, ...] = ("source",)
-        down: tuple[Side, ...] = ("target",)
-        host = {Direction.UP: up, Direction.DOWN: down}.get(direction, (*up, *down))
-        first = next((pieces for pieces in batches if len(pieces)), None)
-        if first is not None and len(host) == 1:
-            at = int(getattr(first, host[0])[0])
-            if any(pinning.done and at in pinning for pinning in self._pinnings):
-                return True  # asking for each end again would cost more than writing the program
-        ends = [end for side in host for end in _ends(batches, side)]
-        return all(self._driver.kind_of(end) != PAGEABLE for end in ends and (min(ends), max(ends)))
 
     def _digests(self, lane: Lane, ranges: DigestRanges) -> Digests:
         """Digests of ranges anywhere; those of device memory by way of pinned memory, some rows at a time."""
@@ -340,7 +330,7 @@ class CudaMover(Mover):
             pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
             program.copies([pieces], lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
-            self._issue(program.table(), program.longest, self._cuts, errors)
+            self._issue.run(program.table(), program.longest, self._cuts, errors, 0)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
             self._driver.sleep_until(event.handle)
             parts.append(digests_of(DigestRanges(target, ranges.length)))
@@ -367,18 +357,6 @@ def _alike(orders: _Orders, part: range, passed: set[Flight]) -> int:
         if alone or not first.shares(orders.pieces[index]):
             return index - part.start
     return len(part)
-
-
-def _ends(batches: Sequence[Pieces], side: Side) -> list[int]:
-    """The first and the last address of each batch that has any, on one side; counted once for those that share."""
-    nth, ends = (0 if side == "source" else 1), list[int]()
-    seen: dict[int, tuple[int, int]] = {}
-    for pieces in batches:
-        array, shift = (pieces.sources, pieces.targets)[nth], pieces.shift[nth]
-        if (edges := seen.get(id(array))) is None and len(array):
-            edges = seen[id(array)] = int(array.min()), int(array.max())
-        ends += [edge + shift for edge in edges or ()]
-    return ends
 
 
 def _growing(batches: Sequence[Pieces]) -> list[range]:

@@ -39,6 +39,34 @@ def sleep() -> Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Semaphore:
+    """libc's semaphores, 32 bytes each: make(address, 0, count); post(address); wait(address), 0 unless interrupted.
+
+    Only `wait` gives the interpreter lock up.
+    """
+
+    make: Call
+    post: Call
+    wait: Call
+
+
+def semaphore() -> Semaphore:
+    """Of this process's libc."""
+    locked, free = ctypes.PyDLL(None), ctypes.CDLL(None)
+    calls = (
+        (locked.sem_init, [ctypes.c_int64] * 3),
+        (locked.sem_post, [ctypes.c_int64]),
+        (free.sem_wait, [ctypes.c_int64]),
+    )
+    for call, arguments in calls:
+        call.restype, call.argtypes = ctypes.c_int, arguments
+    return Semaphore(locked.sem_init, locked.sem_post, free.sem_wait)
+
+
+SEMAPHORE = semaphore()
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """The calls that programs are made of; each returns 0 or an error code.
 

@@ -98,8 +98,6 @@ class Wave(HostFlight):
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = threading.Event()
-        self.begun = threading.Event()
-        """Set as the last of them are about to be handed over, without the interpreter lock."""
         self.issued = threading.Event()
         """Set once the device has all of it, or has refused it."""
 

@@ -6,19 +6,34 @@ that nobody writes lists of thousands of copies before the first is under way. N
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from layercast.move.cuda_driver import Calls
+from layercast.move.cuda_driver import SEMAPHORE, Calls
 from layercast.move.cuda_program import WIDTH, Ints, Op
 from layercast.plan.pieces import COLUMNS
 
-Issue = Callable[[Ints, int, Ints, Ints], None]
-"""issue(table, longest, cuts, errors): run every row; errors[owner] becomes the first error code of that owner.
 
-table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both sides of
-them was pinned by itself.
-"""
+class Issue(NamedTuple):
+    """The loop, called with a program or left to wait for one."""
+
+    run: Callable[[Ints, int, Ints, Ints, int], None]
+    """run(table, longest, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
+
+    table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both
+    sides of them was pinned by itself. first: what the batches' numbers are counted from.
+    """
+    attend: Callable[[Ints, int], None]
+    """attend(desk, nth): wait for the desk's semaphore, then run the program that is laid out there, if it is the nth.
+
+    desk: int64 [DESK_WORDS], a semaphore and from LAID on: nth, longest, first, and address and length of the table,
+    the cuts and the errors.
+    """
+
+
+LAID, DESK_WORDS = 4, 13
+"""Where a desk's numbers begin, behind its semaphore, and how many words it has."""
 MOST, CALL_BYTES = 128, 4 << 20
 """Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
 NAP_US, NAPS = 10, 20000
@@ -35,7 +50,8 @@ _LOW = 0xFFFFFFFF
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-    return _loop(calls, _batches(calls, _plain_copies(calls, attributes), _note), _note)
+    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), _note), _note)
+    return Issue(loop, _attending(calls, loop))
 
 
 def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -47,8 +63,11 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
 
     copies, note = njit(_copies(calls, attributes, njit(_unbroken), njit(_paced(calls)))), njit(_note)
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
-    loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64))
-    return loop  # type: ignore[no-any-return]
+    attend, desk = njit(nogil=True)(_attending(calls, loop)), np.zeros(DESK_WORDS, np.int64)
+    SEMAPHORE.make(desk.ctypes.data, 0, 1)
+    attend(desk, 1)
+    loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
+    return Issue(loop, attend)
 
 
 def best_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -190,10 +209,10 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
 
 
 def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]) -> Callable[..., None]:
-    """(a row of copies, columns, cuts, call, errors): batch by batch, each counted behind its copies."""
-    fetch, write, width = calls.fetch, calls.write, len(COLUMNS)
+    """(a row of copies, columns, cuts, call, errors, first): batch by batch, each counted behind its copies."""
+    fetch, write, width, low = calls.fetch, calls.write, len(COLUMNS), _LOW
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints) -> None:
+    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints, first: int) -> None:
         pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
         batches, word, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
         shift = np.empty(2, np.int64)
@@ -207,31 +226,36 @@ def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]
             if code != 0:
                 note(errors, whose, code)
             if word != 0:
-                code = write(stream, word, (number + nth) & 0xFFFFFFFF, 0)
+                code = write(stream, word, (first + number + nth) & low, 0)
                 if code != 0:
                     note(errors, -1, code)
 
     return run
 
 
-def _loop(calls: Calls, batches: Callable[..., None], note: Callable[..., None]) -> Issue:
+def _loop(
+    calls: Calls, batches: Callable[..., None], note: Callable[..., None]
+) -> Callable[[Ints, int, Ints, Ints, int], None]:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, most, width = int(Op.RECORD), int(Op.WAIT), MOST, len(COLUMNS)
+    is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
+    most, width, low = MOST, len(COLUMNS), _LOW
 
-    def run(table: Ints, longest: int, cuts: Ints, errors: Ints) -> None:
+    def run(table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> None:
         call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
             d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 15]
             code = 0
             if op == is_copies:
-                batches(table[row], columns, cuts, call, errors)
+                batches(table[row], columns, cuts, call, errors, first)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:
                 code = wait(a, b, 0)
+            elif op == is_count:
+                code = write(a, b, (first + c) & low, 0)
             elif op > is_wait:
                 code = write(a, b, c, 0)
             elif owner >= 0 and errors[owner] != 0:
@@ -244,3 +268,31 @@ def _loop(calls: Calls, batches: Callable[..., None], note: Callable[..., None])
                 note(errors, owner, code)
 
     return run
+
+
+def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int], None]:
+    """See `Issue.attend`."""
+    fetch, wait, width, laid = calls.fetch, SEMAPHORE.wait, WIDTH, LAID
+
+    def attend(desk: Ints, nth: int) -> None:
+        while wait(desk.ctypes.data) != 0:
+            pass  # a signal
+        if desk[laid] == nth:
+            longest, first, rows, seams, count = (
+                desk[laid + 1],
+                desk[laid + 2],
+                desk[laid + 4],
+                desk[laid + 6],
+                desk[laid + 8],
+            )
+            table, cuts, errors = (
+                np.empty((rows, width), np.int64),
+                np.empty(seams, np.int64),
+                np.zeros(count, np.int64),
+            )
+            fetch(table.ctypes.data, desk[laid + 3], 8 * rows * width)
+            fetch(cuts.ctypes.data, desk[laid + 5], 8 * seams)
+            loop(table, longest, cuts, errors, first)
+            fetch(desk[laid + 7], errors.ctypes.data, 8 * count)
+
+    return attend

@@ -20,7 +20,7 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import PACE_WORDS
 from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, way_of
+from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
 from layercast.move.words import words_at
 from layercast.plan.pieces import Pieces
@@ -101,7 +101,10 @@ class Staging:
 
 
 class Lane:
-    """Streams and staging of one direction. Used by one thread, which has bound the driver."""
+    """Streams and staging of one direction. Used by one thread, which has bound the driver.
+
+    But any thread may write a program that goes by the copy engine: of the lane that takes nothing that changes.
+    """
 
     def __init__(self, driver: Driver, direction: Direction, kernel: PieceKernel | None, staging_limit: int) -> None:
         self.driver = driver
@@ -134,9 +137,13 @@ class Lane:
 
     def way(self, pieces: Sequence[Pieces]) -> Way:
         """How these batches are to move; the first pieces of the first that has any stand for all."""
-        first = rows_of([next((part.take(slice(SAMPLE)) for part in pieces if len(part)), Pieces.join([]))])
+        kernel, sample = bool(self.staging.tables), next((part for part in pieces if len(part)), Pieces.join([]))
+        sample = sample.take(slice(SAMPLE)) if len(sample) > SAMPLE else sample
+        if surely_engine(sample, self.costs, kernel=kernel):
+            return Way.ENGINE
+        first = rows_of([sample])
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
-        way = way_of(first, self.direction, self.costs, staging=fits, kernel=bool(self.staging.tables))
+        way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:
             return way
         shared = {arrays_of(part): part for part in pieces}.values()
@@ -190,7 +197,7 @@ class Lane:
             owner = program.owner
             rows()
             program.owner = EVERYBODYS
-            program.write(stream, self.tally.address, (number + nth) & 0xFFFFFFFF)
+            program.count(stream, self.tally.address, number + nth)
             program.owner = owner + 1
         return stream
 

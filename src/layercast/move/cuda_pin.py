@@ -32,6 +32,7 @@ class Pinning:
 
     def __init__(self, driver: Driver, address: int, nbytes: int, slice_bytes: int = SLICE_BYTES) -> None:
         self._driver = driver
+        self._address, self._nbytes = address, nbytes
         self._slices = [(address + first, min(slice_bytes, nbytes - first)) for first in range(0, nbytes, slice_bytes)]
         self._pinned: list[int] = []
         self._stop = threading.Event()
@@ -44,11 +45,10 @@ class Pinning:
     @property
     def done(self) -> bool:
         """Whether all of it is pinned."""
-        return self.pinned_bytes == sum(nbytes for _, nbytes in self._slices)
+        return self.pinned_bytes == self._nbytes
 
     def __contains__(self, address: int) -> bool:
-        (first, _), (last, nbytes) = self._slices[0], self._slices[-1]
-        return first <= address < last + nbytes
+        return self._address <= address < self._address + self._nbytes
 
     @property
     def cuts(self) -> list[int]:
@@ -81,10 +81,9 @@ class Pinning:
                 self._pinned.append(address)
                 self.pinned_bytes += nbytes
         except LayercastError as error:
-            total = sum(nbytes for _, nbytes in self._slices)
             self.refusal = (
-                f"{self.pinned_bytes} of {total} bytes of host memory are pinned, then the system refused ({error}); "
-                f"the rest works, slowly: lower host_bytes, or lock more memory (ulimit -l is {_limit()})"
+                f"{self.pinned_bytes} of {self._nbytes} bytes of host memory are pinned, then the system refused "
+                f"({error}); the rest works, slowly: lower host_bytes, or lock more memory (ulimit -l is {_limit()})"
             )
             _log.warning("%s", self.refusal)
 

@@ -1,6 +1,7 @@
 """A program: the driver calls that move a whole step, as one table of integers.
 
-Rows are run in order by `cuda_issue`, in one call that needs no interpreter lock. Does not know flights or layers.
+Rows are run in order by `cuda_issue`, in one call that needs no interpreter lock. A program counts its batches from 0,
+so it may be written before it is known where in a lane's queue it will stand. Does not know flights or layers.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ class Op(IntEnum):
     RECORD = 3
     WAIT = 4
     WRITE = 5
+    COUNT = 6
 
 
 @dataclass(slots=True)
@@ -50,8 +52,8 @@ class Program:
     def copies(self, batches: Sequence[Pieces], stream: int, *, batched: bool, word: int = 0, number: int = 0) -> None:
         """Batches that share all their arrays, in calls of many where the driver can (`batched`).
 
-        The owners are `owner` and those after it. word: where the stream writes `number` behind the first batch, one
-        more behind the next, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
+        The owners are `owner` and those after it. word: where the stream counts the first batch as `number`, the next
+        one as one more, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
         shifts = self.hold(np.array([batch.shift for batch in batches], np.int64))
@@ -92,6 +94,10 @@ class Program:
     def write(self, stream: int, address: int, value: int = 1) -> None:
         """The stream sets a 32-bit word."""
         self._add(Op.WRITE, stream, address, value)
+
+    def count(self, stream: int, address: int, number: int) -> None:
+        """The stream sets a 32-bit word to a batch's number, counted from where the program comes to stand."""
+        self._add(Op.COUNT, stream, address, number)
 
     def hold(self, array: Ints) -> int:
         """Keep an array as long as the program; its address."""

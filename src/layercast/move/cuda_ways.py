@@ -63,6 +63,22 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
 
 
+def surely_engine(pieces: Pieces, costs: Costs, *, kernel: bool) -> bool:
+    """Whether `way_of` will say so wherever the pieces lie: to see that takes microseconds, a look at all rows tens.
+
+    No way is faster than the link, or than the kernel over it.
+    """
+    if costs.forced is not None or not kernel:
+        return not kernel or costs.forced is Way.ENGINE
+    nbytes, count = pieces.nbytes, int(pieces.count.sum())
+    return _engine_us(nbytes, count, costs) <= nbytes / max(costs.gbps, costs.kernel_gbps) / 1e3
+
+
+def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
+    """What the copy engine takes, less its edge."""
+    return 1.0 / 1.1 * max(nbytes / costs.gbps / 1e3, count * costs.piece_us)
+
+
 def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
     """The way expected to take least time; the copy engine alone where another gains less than a tenth.
 
@@ -77,7 +93,7 @@ def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, ker
         return Way.ENGINE if costs.forced is Way.STAGED and not staging else costs.forced
     nbytes = int(rows.length.sum())
     link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
-    took = {Way.ENGINE: 1.0 / 1.1 * max(link_us, count * costs.piece_us)}
+    took = {Way.ENGINE: _engine_us(nbytes, count, costs)}
     if staging:
         host = rows.source if direction is Direction.UP else rows.target
         runs = int(stretches(host, rows.length)[1][-1]) + 1

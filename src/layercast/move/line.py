@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, Refused
 from layercast.move.base import Flight, run_and_tell
@@ -42,17 +43,37 @@ class _Aside:
     then: Callable[[BaseException | None], None]
 
 
+Item = _Job | _Aside | None
+"""What a line's thread gets; None = there is no more."""
+
+
+class Jobs(Protocol):
+    """A queue, as `queue.SimpleQueue`."""
+
+    def put(self, item: Item, /) -> None:
+        """Add an item. Never blocks."""
+        ...
+
+    def get(self) -> Item:
+        """The next item; waits for one."""
+        ...
+
+    def get_nowait(self) -> Item:
+        """The next item. Raises queue.Empty."""
+        ...
+
+
 class Line:
     """A queue of jobs and the thread that works on it, from construction to `close`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, jobs: Jobs | None = None) -> None:
         self._changed = threading.Condition()
         self._parked: set[_Job] = set()
         self._queued: dict[Flight, _Job] = {}
         self._closed = False
         self.halted = ""
         """Why nothing is run any more, if the thread has ended by itself."""
-        self._jobs: queue.SimpleQueue[_Job | _Aside | None] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue() if jobs is None else jobs
         self._thread = threading.Thread(target=_work, args=(self._jobs, self._died), name=name, daemon=True)
         self._thread.start()
 
@@ -151,7 +172,7 @@ class Line:
             self._changed.notify_all()
 
 
-def _work(jobs: "queue.SimpleQueue[_Job | _Aside | None]", died: Callable[[], None]) -> None:
+def _work(jobs: Jobs, died: Callable[[], None]) -> None:
     try:
         while (job := jobs.get()) is not None:
             if isinstance(job, _Aside):
