@@ -35,7 +35,7 @@ class PushDesk:
         self.node: PushNode | None = None
         self._space = space
         self._incoming: dict[str, str] = {}
-        """Transfer to its request, until the peer has let go of our blocks."""
+        """Transfer to its request, empty once nothing of it is wanted, until the peer has let go of our blocks."""
         self._outgoing: dict[str, _Outgoing] = {}
         """Request to its push, until it has ended."""
         self._ended: list[tuple[str, str]] = []
@@ -109,10 +109,15 @@ class PushDesk:
         return RemotePairs(index, *zip(*chosen, strict=True)) if chosen else None
 
     def landed(self, request: Request) -> None:
-        """The forward over a request's received blocks is over, well or not."""
-        if request.transfer is not None:
-            self._drop(request.transfer, "the request needs no more of it")
-            request.transfer = request.arriving = None
+        """The forward over a request's received blocks is over, well or not: nothing more of its push is wanted."""
+        transfer, node = request.transfer, self.node
+        if transfer is None or node is None:
+            return
+        if node.target.push(transfer).state in LIVE:
+            node.target.cancel(transfer, "the request needs no more of it")
+        self._incoming[transfer] = ""
+        self._let_go(transfer, node)
+        request.transfer = request.arriving = None
 
     def abandon(self, request: Request, reason: str = "the request was aborted") -> None:
         """The request has ended early, or has to start over: give its pushes up."""
@@ -133,8 +138,7 @@ class PushDesk:
             return
         self.node.expire()
         for transfer in list(self._incoming):
-            if self.node.target.push(transfer).quiet:
-                self._space.ended(_held(transfer))
+            self._let_go(transfer, self.node)
         for request, push in list(self._outgoing.items()):
             stand = self.node.source.push(push.ticket.transfer)
             if stand.state in LIVE or not stand.quiet:
@@ -145,8 +149,6 @@ class PushDesk:
             del self._outgoing[request]
             landed = stand.state is PushState.LANDED
             self._ended.append((request, "" if landed else f"the push is {stand.state}: {stand.reason}"))
-        for transfer in [t for t, request in self._incoming.items() if not request]:
-            self._forget(transfer)
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for some push to end."""
@@ -155,20 +157,13 @@ class PushDesk:
         for push in [*pushes, *(node.target.push(transfer) for transfer in self._incoming)][:1]:
             push.over.wait(timeout_s)
 
-    def _drop(self, transfer: str, reason: str) -> None:
-        """We want nothing more of an incoming push; its blocks stay held until the peer has let go."""
-        node = self._joined()
-        if node.target.push(transfer).state in LIVE:
-            node.target.cancel(transfer, reason)
-        self._incoming[transfer] = ""
-        self._forget(transfer)
-
-    def _forget(self, transfer: str) -> None:
-        node = self._joined()
+    def _let_go(self, transfer: str, node: PushNode) -> None:
+        """Of an incoming push that the peer has let go of; one that nobody wants any more is forgotten then."""
         if node.target.push(transfer).quiet:
             self._space.ended(_held(transfer))
-            node.target.forget(transfer)
-            del self._incoming[transfer]
+            if not self._incoming[transfer]:
+                node.target.forget(transfer)
+                del self._incoming[transfer]
 
     def _joined(self) -> PushNode:
         if self.node is None:
