@@ -8,6 +8,8 @@ import torch
 from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine, EngineSettings
+from layercast.control.pool import Match, Settled
+from layercast.flow.orders import StepReport
 
 
 def prompt_of(length, seed=1):
@@ -45,10 +47,59 @@ def assert_at_rest(engine):
     assert [allocator.free for allocator in engine.space.allocators] == [a.count for a in engine.space.allocators]
 
 
+class FreeStep:
+    """A step that moves nothing."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def wait(self, layer):
+        pass
+
+    def written(self, layer):
+        pass
+
+    def end(self):
+        return StepReport(self.step)
+
+
+class NoPool:
+    """What an engine calls of a pool, which finds nothing and keeps nothing."""
+
+    busy_below = False
+
+    def match(self, tokens, extras=None):
+        return Match(0, (), ())
+
+    def bringing(self, request, tokens, extras=None):
+        return False
+
+    def brought_up(self, request):
+        return False
+
+    def save_order(self, request, tokens, before, after, tables, extras=None):
+        return None
+
+    def begin(self, orders):
+        return FreeStep(orders.step)
+
+    def settle(self, report):
+        return Settled((), (), ())
+
+    def reports(self, step, timeout_s=0.0):
+        return Settled((), (), ())
+
+    def abort(self, request):
+        pass
+
+    def finish(self, request):
+        pass
+
+
 @contextmanager
 def bare_engine(model, **changes):
     """An engine without a pool, at rest afterwards."""
-    engine = Engine(model, settings_of(**changes))
+    engine = Engine(model, lambda layout: NoPool(), settings_of(**changes))
     yield engine
     assert_at_rest(engine)
 

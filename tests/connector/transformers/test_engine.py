@@ -1,6 +1,6 @@
 import pytest
 import torch
-from small_engines import assert_no_block_lost, bare_engine, pooled_engine, prompt_of
+from small_engines import NoPool, assert_no_block_lost, bare_engine, pooled_engine, prompt_of
 
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params
@@ -207,4 +207,4 @@ def test_an_abort_of_nothing_is_refused(models):
 
 def test_mamba_1_is_refused_before_any_memory_is_taken(models):
     with pytest.raises(UnsupportedModel, match="Mamba-1"):
-        Engine(models("jamba"))
+        Engine(models("jamba"), lambda layout: NoPool())

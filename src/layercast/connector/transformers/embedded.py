@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from layercast.config import Config
 from layercast.connector.transformers.engine import Engine, EngineSettings
-from layercast.connector.transformers.pool import KVPool
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import open_pool
+from layercast.control.pool import Pool
 from layercast.control.push_node import PushNode
 from layercast.control.pushes import Engine as PushFacts
 from layercast.observe.timeline import OFF, Timeline
@@ -44,7 +44,7 @@ def open_engine(
     with ExitStack() as stack:
         nodes: list[PushNode] = []
 
-        def open_for(layout: Layout) -> KVPool:
+        def open_for(layout: Layout) -> Pool:
             identities = identities_of(layout, model=type(model).__name__, weights_version=weights_digest(model))
             pool = stack.enter_context(open_pool(layout, identities, config, link_gbps=link_gbps, timeline=timeline))
             if transport is not None:
@@ -55,7 +55,7 @@ def open_engine(
             return pool
 
         # The engine outlives its pool, so nothing moves into memory that is gone.
-        engine = Engine(model, settings, open_for)
+        engine = Engine(model, open_for, settings)
         engine.pushes.node = nodes[0] if nodes else None
         yield engine
 

@@ -6,7 +6,7 @@ load failed, and never looks at bytes. Does not know keys, slots, text or networ
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -16,7 +16,6 @@ from layercast.connector.transformers.allocator import BlockAllocator
 from layercast.connector.transformers.cache import LayerwiseCache
 from layercast.connector.transformers.geometry import cache_argument, read_geometry
 from layercast.connector.transformers.memory import PagedMemory, first_block
-from layercast.connector.transformers.pool import KVPool, NoPool, PoolFactory
 from layercast.connector.transformers.pushes import PushDesk, wait_for_first_layer
 from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result
 from layercast.connector.transformers.sampling import generator_of, next_token
@@ -24,12 +23,12 @@ from layercast.connector.transformers.schedule import Scheduler, Work
 from layercast.connector.transformers.space import BlockSpace
 from layercast.connector.transformers.view import forward_view
 from layercast.control.messages import PushTicket
-from layercast.control.pool import Settled
+from layercast.control.pool import Pool, Settled
 from layercast.errors import BadSetting, DeadlineExceeded, LayercastError, Refused
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome, StepOrders
 from layercast.flow.step import Step
 from layercast.observe.receipts import MissReason
-from layercast.spec.groups import GroupKind
+from layercast.spec.groups import GroupKind, Layout
 
 REPORT_WAIT_S = 1.0
 BUSY_WAIT_S = 0.02
@@ -71,11 +70,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """Answers prompts, one forward a step. All methods belong to one thread.
 
-    pool: makes the pool for this engine's memory; None runs without one. Raises UnsupportedModel.
+    pool: makes the pool for this engine's memory, whose layout is known only once it is allocated. Raises
+    UnsupportedModel.
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: EngineSettings | None = None, pool: PoolFactory | None = None
+        self, model: PreTrainedModel, pool: Callable[[Layout], Pool], settings: EngineSettings | None = None
     ) -> None:
         self.settings = settings or EngineSettings()
         self.model = model
@@ -85,7 +85,7 @@ class Engine:
         self.memory = PagedMemory(self.geometry, specs, counts, block_major=self.settings.block_major)
         allocators = [BlockAllocator(first_block(s), n - first_block(s)) for s, n in zip(specs, counts, strict=True)]
         self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else _forget)
-        self.pool: KVPool = pool(self.memory.layout) if pool else NoPool()
+        self.pool = pool(self.memory.layout)
         self.pushes = PushDesk(self.space)
         self._cache = LayerwiseCache(self.geometry, self.memory)
         self._schedule = Scheduler(self.space, self.pool, self._chunk, self.settings.max_batch)

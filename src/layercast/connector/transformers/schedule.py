@@ -7,9 +7,9 @@ and starts over later. Does not know models, tensors or sampling.
 from bisect import insort
 from dataclasses import dataclass
 
-from layercast.connector.transformers.pool import KVPool
 from layercast.connector.transformers.requests import Request
 from layercast.connector.transformers.space import BlockSpace
+from layercast.control.pool import Pool
 from layercast.errors import Full
 from layercast.flow.orders import LoadOrder, ReceiveOrder
 from layercast.observe.receipts import DISK, HOST, MissReason
@@ -28,7 +28,7 @@ class Work:
 class Scheduler:
     """The queue, the request whose prompt is being run, and those that answer."""
 
-    def __init__(self, space: BlockSpace, pool: KVPool, chunk: int, max_batch: int) -> None:
+    def __init__(self, space: BlockSpace, pool: Pool, chunk: int, max_batch: int) -> None:
         self._space = space
         self._pool = pool
         self._chunk = chunk
