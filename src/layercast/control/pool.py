@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 from layercast.control.backing import Backing
 from layercast.control.directory import Directory
-from layercast.control.scheduler import Match, SchedulerSide, Settled
-from layercast.control.tables import Table
+from layercast.control.scheduler import SchedulerSide, Settled
 from layercast.flow.orders import StepOrders, StepReport
 from layercast.flow.worker import LayerStep, Worker
 from layercast.spec.groups import Layout
 from layercast.spec.keys import ExtrasOf, Identity
-
-__all__ = ["Match", "Pool", "Settled", "Table"]
 
 
 class Pool(SchedulerSide):

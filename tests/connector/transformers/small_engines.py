@@ -8,7 +8,7 @@ import torch
 from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine, EngineSettings
-from layercast.control.pool import Match, Settled
+from layercast.control.scheduler import Match, Settled
 from layercast.flow.orders import StepReport
 
 

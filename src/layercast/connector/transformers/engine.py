@@ -23,7 +23,8 @@ from layercast.connector.transformers.schedule import Scheduler, Work
 from layercast.connector.transformers.space import BlockSpace
 from layercast.connector.transformers.view import forward_view
 from layercast.control.messages import PushTicket
-from layercast.control.pool import Pool, Settled
+from layercast.control.pool import Pool
+from layercast.control.scheduler import Settled
 from layercast.errors import BadSetting, DeadlineExceeded, LayercastError, Refused
 from layercast.flow.orders import LoadOutcome, SaveOrder, SaveOutcome, StepOrders
 from layercast.flow.step import Step
