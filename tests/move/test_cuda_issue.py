@@ -131,7 +131,7 @@ class Slow(Copies):
 def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(issue, batched, a_nap):
     if issue is compiled_issue:
         pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
-    device, pace = Slow(a_nap), np.array([0, 0, 0, AHEAD], np.int64)
+    device, pace = Slow(a_nap), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
     device.issue = issue(device.calls, (0, 0))
     quarter = CALL_BYTES // 4
     for _ in range(5):  # calls are counted from program to program
@@ -146,7 +146,7 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(issue, batched, a_nap)
 
 
 def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
-    device, pace = Slow(0), np.array([0, 0, 0, AHEAD], np.int64)
+    device, pace = Slow(0), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
     device.issue = plain_issue(device.calls, (0, 0))
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
     program.copies([pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))], 1, batched=True)

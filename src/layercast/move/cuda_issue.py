@@ -34,16 +34,16 @@ class Issue(NamedTuple):
 
 LAID, DESK_WORDS = 4, 13
 """Where a desk's numbers begin, behind its semaphore, and how many words it has."""
-MOST, CALL_BYTES = 128, 4 << 20
+MOST, CALL_BYTES = 128, 8 << 20
 """Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second."""
-PACE_WORDS = 4
-"""A pace: int64 words in pinned memory. Calls that the device has done (its low half), calls handed over, bytes handed
-over since, and how many calls may be under way.
+PACE_WORDS = 5
+"""A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
+the last, how many marks may be ahead, and after how many bytes the next is due.
 
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
-forward, its tokens) waits for all that was handed over before it, on whatever stream.
+forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 """
 _LOW = 0xFFFFFFFF
 
@@ -101,15 +101,15 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 def _paced(calls: Calls) -> Callable[[int, int, int], int]:
-    """(pace, stream, bytes just handed over) -> error code; returns once another call may be under way."""
+    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way."""
     write, fetch, rest = calls.write, calls.fetch, calls.rest
-    call_bytes, nap_us, naps, low = CALL_BYTES, NAP_US, NAPS, _LOW
+    nap_us, naps, low = NAP_US, NAPS, _LOW
 
     def run(pace: int, stream: int, nbytes: int) -> int:
-        code, looks, state = 0, 0, np.zeros(4, np.int64)
-        fetch(state.ctypes.data, pace, 32)
+        code, looks, state = 0, 0, np.zeros(5, np.int64)
+        fetch(state.ctypes.data, pace, 40)
         state[2] += nbytes
-        if state[2] >= call_bytes:
+        if state[2] >= state[4]:
             state[1], state[2] = state[1] + 1, 0
             code = write(stream, pace, state[1] & low, 0)
             while code == 0 and ((state[1] - state[0]) & low) >= state[3] and looks < naps:

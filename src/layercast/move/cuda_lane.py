@@ -34,9 +34,9 @@ SLOTS = 3
 STAGED_GRID = 16
 GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 64}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model."""
-CALLS_AHEAD = {Direction.UP: 12, Direction.DOWN: 4}
-"""Calls under way, at most (see `cuda_issue`): as little as keeps a link busy while a thread writes the next program,
-1 ms; from the device, where nobody waits for the next, 0.3 ms."""
+PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 8 << 20)}
+"""Marks ahead, at most, and bytes from mark to mark (see `cuda_issue`): as little under way as keeps a link busy while
+a thread writes the next program, 1 ms; from the device, where nobody waits for the next, 0.3 ms."""
 TABLES = 8
 """Programs under way at a time that use the kernel; one more waits for the first to end."""
 TABLE_BYTES = 1 << 20
@@ -114,7 +114,7 @@ class Lane:
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
         self.tally = Tally(driver.host_memory(8 * (1 + PACE_WORDS)))
-        self._pace = self._take_pace(self.tally.address + 8) if direction in CALLS_AHEAD else 0
+        self._pace = self._take_pace(self.tally.address + 8) if direction in PACES else 0
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -304,7 +304,7 @@ class Lane:
 
     def _take_pace(self, address: int) -> int:
         words_at(address, 2 * PACE_WORDS)[:] = 0
-        words_at(address, 2 * PACE_WORDS)[6] = CALLS_AHEAD[self.direction]
+        words_at(address, 2 * PACE_WORDS)[6::2] = PACES[self.direction]
         return address
 
     def _take_tables(self) -> None:
