@@ -95,6 +95,12 @@ def test_the_terminal_shows_one_table_with_a_row_a_mode_and_the_line(tmp_path):
     assert rows[2][1:] == ["300", "15%", "64", "960", "22.1", "12", "90%", "yes"]
 
 
+def test_what_a_forward_waited_where_that_is_not_known_is_no_number(tmp_path):
+    text = printed(msgspec.structs.replace(RESULT, modes=changed("bulk", exposed_ms=None, overlap=None)), tmp_path)
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["bulk"]]
+    assert row[5:] == ["22.1", "-", "-", "yes"]
+
+
 def test_an_unpaced_link_is_not_called_paced(tmp_path):
     assert "link paced" not in printed(msgspec.structs.replace(RESULT, link_gbps=None), tmp_path)
 

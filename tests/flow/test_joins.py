@@ -155,6 +155,27 @@ def test_the_forward_that_joins_it_waits_for_the_rest_layer_by_layer():
         assert worker.idle
 
 
+@pytest.mark.parametrize("way", ["inside a forward", "joined", "in the background"])
+def test_where_a_device_waits_by_itself_it_is_not_known_how_long(way, monkeypatch):
+    monkeypatch.setattr(HeldMover, "whole_steps", True)
+    order, outcomes = load(windows_hidden=LAYERS), []
+    with worker_of() as (worker, _, mover):
+        if way != "inside a forward":
+            start(worker, order)
+            assert worker.awaited() == [("hit", LoadEnd.LANDED)]
+        loads, joins = (order,) if way == "inside a forward" else (), ("hit",) if way == "joined" else ()
+        step = worker.begin(StepOrders(2, loads=loads, joins=joins))
+        mover.go(LAYERS)
+        for layer in range(LAYERS):
+            step.wait(layer)
+        outcomes += step.end().loads
+        worker.quiet(5)
+        outcomes += worker.report(3).loads
+        outcomes += [] if joins or loads else worker.begin(StepOrders(4, joins=("hit",))).end().loads
+    assert [outcome.end for outcome in outcomes] == [LoadEnd.LANDED]
+    assert outcomes[0].exposed_s == (0.0 if way == "in the background" else None)
+
+
 def test_a_forward_that_does_not_join_it_waits_for_nothing():
     with worker_of() as (worker, _, mover):
         said(worker, mover, load())

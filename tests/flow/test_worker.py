@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layercast.config import Config
-from layercast.errors import LayercastError
+from layercast.errors import DeadlineExceeded, LayercastError
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
@@ -174,6 +174,22 @@ def test_a_late_layer_fails_its_own_request_and_the_others_land():
         (outcome,) = settle(worker).loads
         assert outcome.end is LoadEnd.LATE
         assert "layer 0" in outcome.reason
+
+
+def test_a_step_that_ends_quiet_waits_for_the_copies_of_a_load_that_it_read_in_vain():
+    """An engine that recomputes into the same blocks must not find an old copy landing in them."""
+    with worker_of(layer_wait_ms=20, layerwise_prefetch_layers=1) as (worker, _, mover):
+        mover.valve.clear()
+        step = worker.begin(StepOrders(0, (load("late", range(4), range(4)),)))
+        step.wait(0)
+        with pytest.raises(DeadlineExceeded):
+            step.end(0.02)
+        opener = threading.Timer(0.05, mover.valve.set)
+        opener.start()
+        report = step.end(5)
+        opener.join()
+        assert report.failed == ("late",)
+        assert [(outcome.request, outcome.end) for outcome in report.loads] == [("late", LoadEnd.LATE)]
 
 
 def test_a_failed_copy_fails_one_load_of_the_step_and_no_other():

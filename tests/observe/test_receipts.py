@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.observe.receipts import MissReason, Receipt, overlap, receipts_in
+from layercast.observe.receipts import MissReason, Receipt, overlap, receipts_in, total
 
 HIT = Receipt(
     request="r1",
@@ -27,6 +27,16 @@ def test_overlap_is_the_part_of_the_transfer_that_nobody_waited_for():
 
 def test_overlap_of_a_transfer_that_took_no_time_is_unknown():
     assert overlap(0.0, 0.0) is None
+
+
+def test_a_wait_that_nobody_saw_is_no_overlap_in_number_sentence_or_sum():
+    unseen = msgspec.structs.replace(HIT, exposed_s=None)
+    assert unseen.overlap is None
+    assert "not known how much hidden behind compute" in unseen.sentence
+    assert "%" not in unseen.sentence
+    assert msgspec.json.decode(msgspec.json.encode(unseen), type=Receipt) == unseen
+    assert total([0.5, None]) is None
+    assert total([0.5, 0.25]) == 0.75
 
 
 @given(st.floats(1e-9, 1e3), st.floats(0, 1e6))

@@ -41,8 +41,8 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens = computed_tokens + loaded_tokens. bytes, layers: KV that moved to this answer's engine.
     transfer_ms: from the first copy's start to the last one's end (of a push: the sum of its copies).
-    exposed_ms: what the forward waited for it (of a push: what landed after the sender's last layer).
-    overlap: 1 - exposed / transfer, None without a transfer.
+    exposed_ms: what the forward waited for it (of a push: what landed after the sender's last layer), None = not known.
+    overlap: 1 - exposed / transfer, None without a transfer, or where that is not known.
     verified: every landed layer's digest equals the one taken at saving, None where nothing landed. pids: processes
     that took part. link_gbps: what the copies were paced to, None = not paced. rounds: ttft_ms of every round; the
     figures are those of the round in the middle.
@@ -54,7 +54,7 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     loaded_tokens: int
     bytes: int
     layers: int
-    exposed_ms: float
+    exposed_ms: float | None
     overlap: float | None
     verified: bool | None
     pids: tuple[int, ...]
@@ -87,7 +87,7 @@ def mode_of(receipt: Receipt, ttft_s: float, text: str) -> ModeResult:
         bytes=receipt.nbytes,
         layers=receipt.layers,
         transfer_ms=receipt.transfer_s * 1e3,
-        exposed_ms=receipt.exposed_s * 1e3,
+        exposed_ms=None if receipt.exposed_s is None else receipt.exposed_s * 1e3,
         overlap=receipt.overlap,
         verified=receipt.verified if receipt.loaded_tokens else None,
         pids=(os.getpid(),),
@@ -145,7 +145,8 @@ def table_of(result: DemoResult) -> Table:
     cold = result.modes["cold"].ttft_ms if "cold" in result.modes else None
     for name, mode in result.modes.items():
         share = f"{mode.ttft_ms / cold:.0%}" if cold else "-"
-        moved = (f"{mode.bytes / 1e6:,.1f}", f"{mode.exposed_ms:,.0f}") if mode.loaded_tokens else ("-", "-")
+        waited = "-" if mode.exposed_ms is None else f"{mode.exposed_ms:,.0f}"
+        moved = (f"{mode.bytes / 1e6:,.1f}", waited) if mode.loaded_tokens else ("-", "-")
         hidden = "-" if mode.overlap is None else f"{mode.overlap:.0%}"
         checked = ("yes" if mode.verified else "NO") if mode.loaded_tokens else "-"
         counts = (f"{mode.computed_tokens:,}", f"{mode.loaded_tokens:,}")

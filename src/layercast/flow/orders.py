@@ -126,9 +126,10 @@ class LoadEnd(StrEnum):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """One load's end. exposed_s: time the forward waited for it. bad_slots: slots whose digest differs, by group.
+    """One load's end.
 
-    pieces: copies that the bytes took.
+    exposed_s: time that forwards waited for it; None = not known, as a device's stream waited by itself. bad_slots:
+    slots whose digest differs, by group. pieces: copies that the bytes took.
     """
 
     id: str
@@ -138,7 +139,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     layers: int
     verified: bool
     transfer_s: float
-    exposed_s: float
+    exposed_s: float | None
     reason: str = ""
     bad_slots: tuple[tuple[int, int], ...] = ()
     pieces: int = 0

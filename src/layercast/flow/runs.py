@@ -36,16 +36,24 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Clocking:
-    """When a run's first batch was submitted, when its last one ended, and how long a forward waited for it."""
+    """When a run's first batch was submitted, when its last one ended, and how long a forward waited for it.
+
+    exposed_s: None = not known, as a device's stream waits by itself.
+    """
 
     first_s: float | None = None
     last_s: float = 0.0
-    exposed_s: float = 0.0
+    exposed_s: float | None = 0.0
 
     def start(self, at_s: float) -> None:
         """Note the first submission."""
         if self.first_s is None:
             self.first_s = at_s
+
+    def waited(self, seconds: float) -> None:
+        """A forward's thread has waited for it."""
+        if self.exposed_s is not None:
+            self.exposed_s += seconds
 
     @property
     def transfer_s(self) -> float:

@@ -125,6 +125,9 @@ class Worker:
             _follow(run, flights)
         if background:
             self.issuer.add_loads([*itertools.chain(*background.values())], background=True)
+        if self.mover.whole_steps:  # a stream waits for these, and says nothing of it
+            for run in (*loads, *joined):
+                run.clocking.exposed_s = None
         awaited = [*loads, *arrivals, *joined]
         if awaited:  # only now, as their flights are known, and what has landed needs no gate
             self.gates.arm(awaited)
@@ -283,7 +286,7 @@ class LayerStep:
         if blocked:
             for run in self._loads:
                 if layer in run.layers:
-                    run.clocking.exposed_s += blocked
+                    run.clocking.waited(blocked)
         if timeline.on:
             now = time.monotonic()
             if blocked:
@@ -363,13 +366,19 @@ class LayerStep:
                 run.fail(LoadEnd.LATE, f"its last bytes had not been checked after {self._timeout_s:g} s")
         return tuple(sorted({run.order.request for run in self._loads if run.end is not None}))
 
-    def end(self) -> StepReport:
-        """Sweep the layers that no hook announced, open every gate, and report what ended."""
+    def end(self, quiet_s: float = 0.0) -> StepReport:
+        """Sweep the layers that no hook announced, open every gate, and report what ended.
+
+        quiet_s: how long to wait for what is in flight into blocks that this forward has read in vain; raises
+        DeadlineExceeded if that has not ended by then. 0 = not at all.
+        """
         self._computed()
         if self._saving is not None and self._due:
             self._sweep(self._saving)
         self._hand_over()
         failed = self.judge()
+        if quiet_s:
+            self.quiet_failed(quiet_s)
         for push, layer in self._kept:
             if push.request not in failed:
                 self._push(push, layer)

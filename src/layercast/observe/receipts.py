@@ -38,8 +38,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     Tokens: prompt = computed + loaded. nbytes: payload that moved over `layers` layers. mode: how it was loaded, in
     windows of `window` layers (0 = all); reason: why so, or why it was computed. transfer_s: from the first byte
-    to the last one's landing; exposed_s: the part of it that the forward waited for; both in seconds. verified: every
-    landed layer's digest was compared and equal.
+    to the last one's landing; exposed_s: the part of it that the forward waited for, None = not known, as where a GPU
+    waits by itself; both in seconds. verified: every landed layer's digest was compared and equal.
     """
 
     request: str
@@ -54,14 +54,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     reason: str = ""
     transfer_s: float = 0.0
-    exposed_s: float = 0.0
+    exposed_s: float | None = 0.0
     verified: bool = False
     miss: MissReason | None = None
     detail: str = ""
 
     @property
     def overlap(self) -> float | None:
-        """Part of the transfer hidden behind compute, 0 to 1; None where nothing was transferred."""
+        """Part of the transfer hidden behind compute, 0 to 1; None where there was none, or it is not known."""
         return overlap(self.transfer_s, self.exposed_s)
 
     @property
@@ -72,7 +72,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             tail = f"nothing loaded: {self.miss}"
         elif self.loaded_tokens:
             check = ("" if self.verified else "not ") + "verified"
-            hidden = "" if self.overlap is None else f", {self.overlap:.0%} hidden behind compute"
+            share = "not known how much" if self.overlap is None else f"{self.overlap:.0%}"
+            hidden = f", {share} hidden behind compute" if self.transfer_s > 0 else ""
             how = f", {self.mode}" if self.mode else ""
             moved = f"{self.nbytes:,} bytes, {self.layers} layers{hidden}, {check}"
             tail = f"{self.loaded_tokens} loaded from {self.tier}{how} ({moved})"
@@ -101,8 +102,18 @@ def receipts_in(lines: Iterable[str], request: str) -> list[Receipt]:
     return found
 
 
-def overlap(transfer_s: float, exposed_s: float) -> float | None:
-    """1 - exposed / transfer, kept within 0 to 1; None for a transfer that took no time."""
-    if transfer_s <= 0:
+def overlap(transfer_s: float, exposed_s: float | None) -> float | None:
+    """1 - exposed / transfer, kept within 0 to 1; None for a transfer that took no time, or where one is not known."""
+    if transfer_s <= 0 or exposed_s is None:
         return None
     return min(1.0, max(0.0, 1.0 - exposed_s / transfer_s))
+
+
+def total(times: Iterable[float | None]) -> float | None:
+    """Their sum; None where one is not known."""
+    known = 0.0
+    for time_s in times:
+        if time_s is None:
+            return None
+        known += time_s
+    return known

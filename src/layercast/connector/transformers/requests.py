@@ -11,7 +11,7 @@ from layercast.connector.transformers.space import BlockTables
 from layercast.errors import Refused
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome
 from layercast.move.base import Flight
-from layercast.observe.receipts import HOST, MissReason, Receipt
+from layercast.observe.receipts import HOST, MissReason, Receipt, total
 from layercast.spec.keys import ExtrasOf
 
 
@@ -197,7 +197,7 @@ class Request:
             tier=self.tier,
             window=self.window,
             transfer_s=sum(load.transfer_s for load in loads),
-            exposed_s=sum(load.exposed_s for load in loads),
+            exposed_s=total(load.exposed_s for load in loads),
             verified=bool(landed) and all(load.verified for load in landed),
             miss=None if self.loaded else miss,
             detail="; ".join(filter(None, ("" if failed is None else failed.reason, reason))),

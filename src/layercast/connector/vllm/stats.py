@@ -29,7 +29,7 @@ COUNTERS = {
     ),
     "exposed_seconds": (
         "direction",
-        "Seconds that a forward's thread waited at a layer for a load; what a GPU waits by itself is not in it",
+        "Seconds that a forward's thread waited at a layer for a load; nothing of loads that a GPU waited for alone",
     ),
     "swept_layers": ("direction", "Layers saved only after the forward, as no hook announced them"),
     FULL_GRAPH_STEPS: ("direction", "Forwards without layers' hooks (full graphs) that waited for all loads first"),
@@ -60,7 +60,8 @@ class Stats(KVConnectorStats):
         if isinstance(outcome, LoadOutcome):
             self.add("transfers", f"load {outcome.end}")
             self.add("transfer_seconds", direction, outcome.transfer_s)
-            self.add("exposed_seconds", direction, outcome.exposed_s)
+            if outcome.exposed_s is not None:
+                self.add("exposed_seconds", direction, outcome.exposed_s)
         else:
             self.add("transfers", "saved" if outcome.saved else "save failed")
             self.add("swept_layers", direction, outcome.swept_layers)

@@ -217,9 +217,7 @@ class WorkerHooks(KVConnectorBase_V1):
         better no engine than wrong text.
         """
         assert self._step is not None
-        self._step.judge()
-        self._step.quiet_failed(STUCK_S)
-        reads, ended, self._step = self._step.reads, self._step.end(), None
+        reads, ended, self._step = self._step.reads, self._step.end(STUCK_S), None
         news = tuple(request for request in ended.failed if request not in self._failed)
         self._note(msgspec.structs.replace(ended, failed=news))
         self._fail(news, reads)
