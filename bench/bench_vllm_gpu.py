@@ -172,7 +172,8 @@ def alone(engine, args, results):
     for shape in args.shapes if "hits" in phases and not results.over else ():
         prefix, new = map(int, shape.split("+"))
         settle = 0.3 if prefix < 20000 else 0.8
-        results.put("hits", f"{name} {shape}", engine("hits", prefix=prefix, new=new, reps=args.reps, settle=settle))
+        order = {"prefix": prefix, "new": new, "reps": args.reps, "wishes": {"load": True} if ours else None}
+        results.put("hits", f"{name} {shape}", engine("hits", settle=settle, **order))
     for name_of_way in args.ways if ours and not results.over else ():
         results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
         for shape in args.shapes:

@@ -21,11 +21,9 @@ WORDS = {
 
 
 def hits_of(facts):
-    """Shape to engine to the median TTFT in ms of a hit from the host; layercast's by the way that blocks go now."""
-    shapes, ours = {}, "layercast engine "
-    found = {key: entry for key, entry in facts["hits"].items() if not key.startswith("layercast ")}
-    found |= {key.replace(" engine", ""): entry for key, entry in facts["ways"].items() if key.startswith(ours)}
-    for key, entry in found.items():
+    """Shape to engine to the median TTFT in ms of a hit from the host."""
+    shapes = {}
+    for key, entry in facts["hits"].items():
         name, shape = key.split()
         shapes.setdefault(shape, {})[name] = entry["hit"]["median_ms"]
     return shapes

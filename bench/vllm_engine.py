@@ -124,9 +124,12 @@ class Engine:
 
     # ---- orders ----
 
-    def hits(self, prefix, new, reps, settle=0.5):
-        """First sight of a prefix, a hit behind it from the connector, and one from GPU memory."""
-        cold, warm, near, cached, bases = [], [], [], set(), []
+    def hits(self, prefix, new, reps, settle=0.5, wishes=None):
+        """First sight of a prefix, a hit behind it from the connector, and one from GPU memory.
+
+        missed: what layercast says of hits that were none, where `wishes` ask it.
+        """
+        cold, warm, near, cached, bases, missed = [], [], [], set(), [], []
         for _ in range(min(3, reps)):
             bases.append(self.tokens(prefix))
             cold.append(self.answer(bases[-1])[0])
@@ -134,13 +137,15 @@ class Engine:
         for number in range(reps + 1):
             base = bases[number % len(bases)]
             self.forget()
-            seconds, reply = self.answer([*base, *self.tokens(new)])
+            seconds, reply = self.answer([*base, *self.tokens(new)], wishes=wishes)
             again, same = self.answer([*base, *self.tokens(new)])
             if number:  # the first warms up
                 warm.append(seconds)
                 near.append(again)
                 cached.add((reply.num_cached_tokens, same.num_cached_tokens))
-        return {"cold": spread(cold), "hit": spread(warm), "in_gpu": spread(near), "cached": sorted(cached)}
+                missed += [reply.kv_transfer_params] if not reply.num_cached_tokens else []
+        facts = {"cold": spread(cold), "hit": spread(warm), "in_gpu": spread(near), "cached": sorted(cached)}
+        return {**facts, "missed": missed} if missed else facts
 
     def cold(self, prefix, reps):
         """First sights: seconds of each."""
