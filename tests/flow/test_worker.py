@@ -252,6 +252,20 @@ def test_the_saves_of_a_step_move_together_and_are_told_one_by_one():
         assert [o.pieces for o in outcomes] == [sum(int(pieces.count.sum()) for pieces in mover.log), 0]
 
 
+@pytest.mark.parametrize(("slots", "blocks"), [([9999], [0]), ([0], [BLOCKS]), ([0, 0], [1, 2])])
+def test_a_save_of_blocks_that_can_not_be_fails_and_holds_nobody_up(slots, blocks):
+    with worker_of(host_bytes=1 << 16) as (worker, _, mover):
+        report = forward(worker.begin(StepOrders(0, saves=(save("bad", slots, blocks),))))
+        (outcome,) = [*report.saves, *settle(worker).saves]
+        assert not outcome.saved
+        assert "target" in outcome.reason or "source" in outcome.reason
+        assert outcome.nbytes == 0
+        assert mover.log == []
+        report = forward(worker.begin(StepOrders(1, saves=(save("good", [0], [0]),))))
+        (outcome,) = [*report.saves, *settle(worker).saves]
+        assert outcome.saved
+
+
 def test_layers_that_no_hook_announced_are_swept_in_one_go():
     with worker_of() as (worker, _, mover):
         step = worker.begin(StepOrders(0, saves=(save("a", [0], [4]), save("b", [2], [6]))))

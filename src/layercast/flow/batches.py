@@ -89,15 +89,15 @@ class Ways:
         plans = [(pair.group, self.loading[pair.group].plan(pair.slots, pair.blocks)) for pair in pairs]
         return [(group, plan) for group, plan in plans if plan.blocks]
 
-    def save_plans(self, orders: Sequence[SaveOrder]) -> list[tuple[int, CopyPlan]]:
-        """(group, plan from engine blocks to slots of all orders) for every group that moves anything."""
+    def save_plans(self, orders: Sequence[SaveOrder]) -> dict[int, CopyPlan]:
+        """For every group that moves anything the plan from engine blocks to slots of all orders."""
         sides: dict[int, tuple[list[int], list[int]]] = {}
         for order in orders:
             for pair in order.pairs:
                 blocks, slots = sides.setdefault(pair.group, ([], []))
                 blocks += pair.blocks
                 slots += pair.slots
-        return [(group, self.saving[group].plan(*sides[group])) for group in sorted(sides) if sides[group][0]]
+        return {group: self.saving[group].plan(*sides[group]) for group in sorted(sides) if sides[group][0]}
 
     def load_batches(self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = ()) -> list[Batch]:
         """All batches of a load, window by window, each ordered behind `after`."""
@@ -115,12 +115,16 @@ class Ways:
         ]
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
-        """The copies of a step's saves in the windows that have been written, each ordered behind its flight."""
-        hashed = [self._hashed(plan, "source", "target") for _, plan in save.plans]
+        """The copies of a step's saves in the windows that have been written, each ordered behind its flight.
+
+        Raises BadBlocks for ids that can't be.
+        """
+        save.plans = save.plans or self.save_plans(save.orders)
+        hashed = [self._hashed(plan, "source", "target") for plan in save.plans.values()]
         return [
             batch
             for window, mark in written
-            for (group, plan), ranges in zip(save.plans, hashed, strict=True)
+            for (group, plan), ranges in zip(save.plans.items(), hashed, strict=True)
             for batch in self._batches(save, save.id, group, plan, window, ranges, (mark,))
         ]
 

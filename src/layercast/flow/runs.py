@@ -19,6 +19,7 @@ from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome, ReceiveOrder,
 from layercast.move.base import DigestFlight, Digests, Flight
 from layercast.observe.timeline import SpanKind
 from layercast.plan.pieces import CopyPlan
+from layercast.spec.groups import Group
 
 Ints = npt.NDArray[np.int64]
 
@@ -240,10 +241,13 @@ class SaveRun:
 
     kind: ClassVar[SpanKind] = SpanKind.SAVE
     orders: Sequence[SaveOrder]
-    plans: list[tuple[int, CopyPlan]]
+    groups: Sequence[Group]
+    """All of the layout."""
     store: Sequence[Digests]
     rows: Sequence[Mapping[int, int]]
     """For each group the row of each layer in its store."""
+    plans: Mapping[int, CopyPlan] = field(default_factory=dict)
+    """What moves of each group, once anything is to be handed over."""
     error: BaseException | None = None
     swept: set[int] = field(default_factory=set)
     """Layers that no hook has announced."""
@@ -255,8 +259,8 @@ class SaveRun:
 
     def __post_init__(self) -> None:
         self.id = self.orders[0].id if self.orders else ""
-        self.layers = {layer for _, plan in self.plans for layer in plan.layers}
-        self._slots = {group: plan.pairs()[1] for group, plan in self.plans}
+        moved = {pair.group for order in self.orders for pair in order.pairs if pair.blocks}
+        self.layers = {layer for group in moved for layer in self.groups[group].layers}
 
     def queue(self, batches: Sequence[Batch]) -> bool:
         """Take note of batches that must end before their layers are covered; False: it is over, don't submit them."""
@@ -272,7 +276,8 @@ class SaveRun:
         """Batches landed or failed: record their digests, count their layers."""
         for batch, flight, digests in over:
             if flight.error is None and digests:
-                slots, rows, store = self._slots[batch.group], self.rows[batch.group], self.store[batch.group]
+                slots = self.plans[batch.group].pairs()[1]
+                rows, store = self.rows[batch.group], self.store[batch.group]
                 for layer, digest in zip(batch.layers, digests, strict=True):
                     store[rows[layer], slots] = digest.digests
         with self._lock:
@@ -303,14 +308,16 @@ class SaveRun:
 
     def outcomes(self) -> list[SaveOutcome]:
         """The end of each save, once settled. The copies that all of them took count with the first."""
-        plans, copies, outcomes = dict(self.plans), self._copies, []
-        sizes = {group: plan.nbytes(plan.layers) // plan.blocks for group, plan in self.plans}
+        copies, outcomes = self._copies, []
+        sizes, told = [group.block_bytes for group in self.groups], dict[frozenset[int], tuple[int, int]]()
         for order in self.orders:
-            layers = {layer for pair in order.pairs for layer in plans[pair.group].layers}
+            groups = frozenset(pair.group for pair in order.pairs)
+            if groups not in told:
+                layers = {layer for group in groups for layer in self.groups[group].layers}
+                told[groups] = len(layers & self._covered), len(layers & self.swept)
             why = "" if self.error is None else str(self.error)
             why = why or ("the request was aborted" if order.request in self._aborted else "")
             nbytes = 0 if why else sum(sizes[pair.group] * len(pair.slots) for pair in order.pairs)
-            counts = nbytes, len(layers & self._covered), len(layers & self.swept)
-            outcomes.append(SaveOutcome(order.id, order.request, not why, *counts, why, copies))
+            outcomes.append(SaveOutcome(order.id, order.request, not why, nbytes, *told[groups], why, copies))
             copies = 0
         return outcomes

@@ -101,7 +101,7 @@ class Worker:
         """Start a step: plan and issue its loads, take note of its saves and pushes.
 
         after: what loads must not overtake (on a device, work of the engine on the blocks that they fill).
-        Raises BadBlocks for ids that can't be, before anything of the step moves.
+        Raises BadBlocks for ids of loads that can't be, before anything of the step moves; saves of such ids fail.
         """
         for request in orders.aborts:
             self.abort(request)
@@ -217,8 +217,8 @@ class Worker:
         return run, batches
 
     def _save(self, orders: Sequence[SaveOrder]) -> SaveRun | None:
-        ways = self.ways
-        return SaveRun(orders, ways.save_plans(orders), ways.slab.digests, ways.rows) if orders else None
+        slab = self.ways.slab
+        return SaveRun(orders, slab.layout.groups, slab.digests, self.ways.rows) if orders else None
 
     def _join(self, requests: Collection[str]) -> list[LoadRun]:
         """Loads that were said to have come, and that the next forward has to wait for or has to fail with."""
