@@ -81,3 +81,23 @@ def test_what_was_to_be_done_aside_fails_by_itself_and_all_of_it_with_the_thread
     mover._line._thread.join(5)
     assert [type(end) for end in ends] == [ZeroDivisionError, BrokenInvariant, BrokenInvariant]
     mover.close(5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_line_whose_thread_ends_by_itself_while_it_is_being_closed_leaves_nobody_waiting():
+    line, go, told, flights = Line("layercast-test"), threading.Event(), [], [HostFlight() for _ in range(3)]
+    line.submit(flights[0], lambda _: (go.wait(5), flights[0].land()))
+    line.submit(flights[1], lambda _: sys.exit())
+    line.submit(flights[2], lambda _: None)
+    line.aside(lambda: None, told.append)
+    closing = threading.Thread(target=line.close, args=(5,))
+    closing.start()
+    while not line._closed:
+        closing.join(0.001)
+    go.set()
+    for flight in flights[1:]:
+        with pytest.raises(BrokenInvariant):
+            flight.wait(2)
+    closing.join(2)
+    assert not closing.is_alive()
+    assert [type(error) for error in told] == [BrokenInvariant]

@@ -137,8 +137,6 @@ class Line:
     def _died(self) -> None:
         """The thread has ended by itself: nothing that it has not done will be done, and nothing new is taken."""
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
             self.halted = f"{self._thread.name} has ended, so nothing is copied any more; restart the engine"
             lost = [*self._queued.values(), *self._parked]
@@ -173,6 +171,7 @@ class Line:
 
 
 def _work(jobs: Jobs, died: Callable[[], None]) -> None:
+    over = False
     try:
         while (job := jobs.get()) is not None:
             if isinstance(job, _Aside):
@@ -187,5 +186,7 @@ def _work(jobs: Jobs, died: Callable[[], None]) -> None:
             except Exception as error:  # noqa: BLE001  one job's trouble is its own
                 job.fail(error)
             del job  # what it keeps must not live until the next job comes
+        over = True
     finally:
-        died()
+        if not over:  # also while the line is being closed
+            died()
