@@ -265,7 +265,7 @@ class CudaMover(Mover):
                 lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
-                desk = Desk(self._issue, self._driver.bind)
+                desk = Desk(self._issue, self._driver.calls.semaphores, self._driver.bind)
                 self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from layercast.move.cuda_driver import SEMAPHORE
+from layercast.errors import Refused
+from layercast.move.cuda_driver import Semaphores
 from layercast.move.cuda_issue import DESK_WORDS, LAID, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
@@ -21,15 +22,16 @@ class Desk:
     bind: what the thread that gets must do first, once.
     """
 
-    def __init__(self, issue: Issue, bind: Callable[[], None]) -> None:
-        self._issue = issue
+    def __init__(self, issue: Issue, semaphores: Semaphores, bind: Callable[[], None]) -> None:
+        self._issue, self._semaphores = issue, semaphores
         self._bind: Callable[[], None] | None = bind
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._words = np.zeros(DESK_WORDS, np.int64)
         self._words[LAID] = -1
         self._kept: tuple[Ints, ...] = ()
         self._put = self._got = 0
-        SEMAPHORE.make(self._words.ctypes.data, 0, 0)
+        if semaphores.make(self._words.ctypes.data, 0, 0) != 0:
+            raise Refused("this system has no unnamed semaphores, so nothing can wake the threads of a GPU; use Linux")
 
     def lay(self, table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> bool:
         """Have a program run (see `Issue.run`) before the item is got that is put next.
@@ -47,7 +49,7 @@ class Desk:
         """Add an item, and wake the thread."""
         self._items.put(item)
         self._put += 1
-        SEMAPHORE.post(self._words.ctypes.data)
+        self._semaphores.post(self._words.ctypes.data)
 
     def get(self) -> Item:
         """The next item, once its program has run. For one thread."""

@@ -39,8 +39,8 @@ def sleep() -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Semaphore:
-    """libc's semaphores, 32 bytes each: make(address, 0, count); post(address); wait(address), 0 unless interrupted.
+class Semaphores:
+    """libc's semaphores, of 32 bytes: make(address, 0, count), post(address), wait(address); not 0 = in vain.
 
     Only `wait` gives the interpreter lock up.
     """
@@ -50,20 +50,13 @@ class Semaphore:
     wait: Call
 
 
-def semaphore() -> Semaphore:
-    """Of this process's libc."""
-    locked, free = ctypes.PyDLL(None), ctypes.CDLL(None)
-    calls = (
-        (locked.sem_init, [ctypes.c_int64] * 3),
-        (locked.sem_post, [ctypes.c_int64]),
-        (free.sem_wait, [ctypes.c_int64]),
-    )
-    for call, arguments in calls:
-        call.restype, call.argtypes = ctypes.c_int, arguments
-    return Semaphore(locked.sem_init, locked.sem_post, free.sem_wait)
-
-
-SEMAPHORE = semaphore()
+def semaphores() -> Semaphores:
+    """This process's."""
+    kept, given_up = ctypes.PyDLL(None), ctypes.CDLL(None)
+    calls = kept.sem_init, kept.sem_post, given_up.sem_wait
+    for call, arguments in zip(calls, (3, 1, 1), strict=True):
+        call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
+    return Semaphores(*calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +80,7 @@ class Calls:
     hold: Call
     fetch: Call = field(default_factory=memory_copy)
     rest: Call = field(default_factory=sleep)
+    semaphores: Semaphores = field(default_factory=semaphores)
 
 
 class _Attributes(ctypes.Structure):

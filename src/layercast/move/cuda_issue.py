@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layercast.move.cuda_driver import SEMAPHORE, Calls
+from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_program import WIDTH, Ints, Op
 from layercast.plan.pieces import COLUMNS
 
@@ -64,7 +64,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     copies, note = njit(_copies(calls, attributes, njit(_unbroken), njit(_paced(calls)))), njit(_note)
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.zeros(DESK_WORDS, np.int64)
-    SEMAPHORE.make(desk.ctypes.data, 0, 1)
+    calls.semaphores.make(desk.ctypes.data, 0, 1)
     attend(desk, 1)
     loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
     return Issue(loop, attend)
@@ -272,7 +272,7 @@ def _loop(
 
 def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int], None]:
     """See `Issue.attend`."""
-    fetch, wait, width, laid = calls.fetch, SEMAPHORE.wait, WIDTH, LAID
+    fetch, wait, width, laid = calls.fetch, calls.semaphores.wait, WIDTH, LAID
 
     def attend(desk: Ints, nth: int) -> None:
         while wait(desk.ctypes.data) != 0:

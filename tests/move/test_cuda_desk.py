@@ -1,0 +1,96 @@
+import queue
+
+import numpy as np
+import pytest
+from host_device import HostDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layercast.move.cuda_desk import Desk
+from layercast.move.cuda_issue import compiled_issue, plain_issue
+from layercast.move.cuda_program import Program
+
+CUTS = np.zeros(0, np.int64)
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"])
+def device(request):
+    if request.param == "compiled":
+        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
+    device = HostDevice()
+    device.issue = {"plain": plain_issue, "compiled": compiled_issue}[request.param](device.calls, (0, 0))
+    return device
+
+
+def desk_of(device, bind=lambda: None):
+    device.log.clear()
+    return Desk(device.issue, device.calls.semaphores, bind)
+
+
+class Counting:
+    """A program that sets a word to where it was told to stand, and what must stay until it has run."""
+
+    def __init__(self):
+        self.word, self.errors = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        program = Program()
+        program.count(1, self.word.ctypes.data, 7)
+        self.table, self.longest = program.table(), program.longest
+
+    def laid_on(self, desk, first):
+        return desk.lay(self.table, self.longest, CUTS, self.errors, first)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["lay", "put", "get"]), max_size=30))
+def test_what_is_laid_out_runs_once_before_its_item_is_got_and_all_items_keep_their_order(device, steps):
+    desk, put, got, programs = desk_of(device), 0, 0, {}
+    for step in steps:
+        if step == "get" and got < put:
+            assert desk.get() == got
+            got += 1
+        elif step != "get":
+            program = Counting()
+            if step == "lay" and program.laid_on(desk, 100 * put):
+                assert not any(number >= got for number in programs), "one at a time"
+                programs[put] = program
+            desk.put(put)
+            put += 1
+        for number, program in programs.items():
+            assert program.word[0] == (100 * number + 7 if number < got else 0)
+    assert len(device.log) == sum(number < got for number in programs)
+
+
+def test_the_first_program_finds_room_and_so_does_one_whose_forerunners_have_been_picked_up(device):
+    desk, program = desk_of(device), Counting()
+    for first in range(3):
+        assert program.laid_on(desk, first)
+        desk.put(None)
+        assert not program.laid_on(desk, first)
+        desk.put(None)
+        desk.get()
+        desk.get()
+        assert program.word[0] == first + 7
+
+
+def test_an_error_of_the_device_is_told_to_who_laid_the_program_out(device):
+    desk, program = desk_of(device), Counting()
+    device.failing["write"] = 3
+    program.laid_on(desk, 0)
+    desk.put(None)
+    desk.get()
+    device.failing.clear()
+    assert program.errors.tolist() == [3]
+
+
+def test_a_thread_binds_once_before_its_first_item_and_what_nobody_gets_can_be_taken(device):
+    bound = []
+    desk = desk_of(device, lambda: bound.append(True))
+    for _ in range(3):
+        desk.put(None)
+    assert bound == []
+    desk.get()
+    desk.get()
+    assert bound == [True]
+    desk.get_nowait()
+    with pytest.raises(queue.Empty):
+        desk.get_nowait()
