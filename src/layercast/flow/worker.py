@@ -342,6 +342,12 @@ class LayerStep:
         if saving.queue(batches):
             self._worker.issuer.add_saves(sorted(batches, key=lambda batch: batch.layers[0]))
 
+    def abandon(self) -> None:
+        """The forward has not come to its end: what has not been handed over by now is not saved, so nothing is."""
+        if self._saving is not None:
+            self._saving.give_up(Missing("its forward has not come to its end"))
+        self._due, self._ready = {}, []
+
     def quiet_failed(self, timeout_s: float) -> None:
         """Block until no copy into a block that this forward has read in vain is in flight. Raises DeadlineExceeded."""
         self._worker.quiet_failed(timeout_s, self._loads)

@@ -83,8 +83,9 @@ def test_only_what_says_so_is_begun_early(hooks):
 def test_a_step_begun_early_whose_forward_never_came_is_ended_before_the_next(hooks):
     hooks.handle_preemptions(orders_with("loads", early=True))
     hooks._step.reads, hooks._step.end = (), lambda _: hooks._worker.calls.append("end") or StepReport(1, ())
+    hooks._step.abandon = lambda: hooks._worker.calls.append("abandon")
     hooks.bind_connector_metadata(orders_with("loads", step=2))
-    assert hooks._worker.calls == ["begin", "end"]
+    assert hooks._worker.calls == ["begin", "abandon", "end"]
     assert hooks._step is None
 
 

@@ -101,7 +101,8 @@ class WorkerHooks(KVConnectorBase_V1):
         assert isinstance(connector_metadata, Orders)
         orders = connector_metadata.orders
         if self._step is not None and (orders is None or self._step.number != orders.step):
-            self._end()  # the last forward raised, and nothing of it was ended
+            self._step.abandon()  # its forward has raised, or never came, and nothing of it was ended
+            self._end()
         self._failed_blocks |= connector_metadata.lost_blocks
         if connector_metadata.misled:
             self._note(StepReport(-1, connector_metadata.misled))
