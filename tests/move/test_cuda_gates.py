@@ -1,6 +1,7 @@
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from host_device import DeviceMemory, HostDevice
 
@@ -8,8 +9,9 @@ from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE
+from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave
 from layercast.move.cuda_gates import CudaGate, FlagGate
-from layercast.move.cuda_issue import plain_issue
+from layercast.move.cuda_issue import PACE_WORDS, Pace, plain_issue
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 from layercast.testing.gate_laws import GateLaws
@@ -163,3 +165,38 @@ def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_
     gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told))
     gate.wait(0, SOON_S)
     assert [number for *_, number in held] == [flight.number]
+
+
+@pytest.fixture
+def paced():
+    """(a lane's tally, the word that says how many marks may be ahead)."""
+    words = np.zeros(1 + PACE_WORDS, np.int64)
+    return Tally(words.ctypes.data, Pace(words.ctypes.data + 8, 3, 1 << 20)), words[4:5]
+
+
+@pytest.mark.parametrize("start", [0, 0xFFFFFFF0])
+def test_no_pace_is_kept_up_to_the_batch_that_a_forward_waits_for(paced, start):
+    tally, ahead = paced
+    tally.hurry((start + 20) & 0xFFFFFFFF)
+    for over in range(1, 20):
+        tally.handed_over((start + over) & 0xFFFFFFFF)
+        assert ahead > 1 << 20
+    tally.handed_over((start + 20) & 0xFFFFFFFF)
+    assert ahead == 3
+
+
+def test_a_forward_that_waits_for_a_copy_hurries_it_until_it_is_handed_over(device, paced):
+    tally, ahead = paced
+    wave = Wave(tally, 4, Event(0, lambda _: None))
+    wave.queue()
+    CudaFlight(wave, 1).hold(lambda: 99, device_that_only_notes(device))
+    assert ahead > 1 << 20
+    tally.handed_over(wave.number(3))
+    wave.issued.set()
+    assert ahead == 3
+    CudaFlight(wave, 2).hold(lambda: 99, device_that_only_notes(device))
+    assert ahead == 3
+
+
+def device_that_only_notes(device):
+    return SimpleNamespace(stream_waits_for_value=lambda *what: device.log.append(("hold", *what)))

@@ -157,6 +157,7 @@ class CudaMover(Mover):
                 whole = early or self._whole(lane, orders, wave)
                 for program in self._in_parts(lane, orders, wave) if whole is None else [whole]:
                     self._issue.run(program.table(), program.longest, self._cuts, wave.errors, wave.first)
+            lane.tally.handed_over(wave.number(count - 1))
             wave.issued.set()
             arm.watcher.add(wave)
 

@@ -20,6 +20,7 @@ from layercast.errors import BrokenInvariant, DeadlineExceeded, LayercastError
 from layercast.landing import Landing
 from layercast.move.base import Flight
 from layercast.move.cuda_driver import Driver
+from layercast.move.cuda_issue import Pace
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
@@ -71,16 +72,35 @@ class Tally:
     Numbers only ascend and may wrap round: what is compared is the difference.
     """
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, pace: Pace | None = None) -> None:
         self.address = address
+        self.pace = pace
         self.queued = 0
         """Number of the last batch in the lane's queue."""
+        self._awaited = 0
+        """The last batch that a forward has been seen to wait for: up to it no pace is kept."""
         self._word = words_at(address, 1)
         self._word[0] = 0
 
     def reached(self, number: int) -> bool:
         """Whether that many batches have moved. Never blocks."""
-        return (int(self._word[0]) - number) & _MOST <= _MOST >> 1
+        return _reaches(int(self._word[0]), number)
+
+    def hurry(self, number: int) -> None:
+        """A forward waits for that batch: its inputs are there, so nothing else is in the way of the rest."""
+        if self.pace is not None:
+            self._awaited = number
+            self.pace.drop()
+
+    def handed_over(self, number: int) -> None:
+        """The device has that batch."""
+        if self.pace is not None and _reaches(number, self._awaited):
+            self.pace.keep()
+
+
+def _reaches(count: int, number: int) -> bool:
+    """Whether a count that may have wrapped round has come that far."""
+    return (count - number) & _MOST <= _MOST >> 1
 
 
 class Wave(HostFlight):
@@ -181,6 +201,8 @@ class CudaFlight:
         wave = self.wave
         number = wave.number(self._index)
         if not (wave.tally.reached(number) or self.done):
+            if not wave.issued.is_set():
+                wave.tally.hurry(number)
             driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_program import WIDTH, Ints, Op
+from layercast.move.words import words_at
 from layercast.plan.pieces import COLUMNS
 
 
@@ -45,7 +46,29 @@ the last, how many marks may be ahead, and after how many bytes the next is due.
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 """
+_AHEAD, _DUE = 3, 4
 _LOW = 0xFFFFFFFF
+
+
+class Pace:
+    """What a lane's copies keep to: at most `ahead` marks, one every `nbytes`. Its words lie at `address`."""
+
+    def __init__(self, address: int, ahead: int, nbytes: int) -> None:
+        self.address = address
+        self._ahead = ahead
+        words = words_at(address, 2 * PACE_WORDS)
+        words[:] = 0
+        self._words = words[::2]
+        self._words[_DUE] = nbytes
+        self.keep()
+
+    def keep(self) -> None:
+        """From now on."""
+        self._words[_AHEAD] = self._ahead
+
+    def drop(self) -> None:
+        """Hand over what is left as fast as may be."""
+        self._words[_AHEAD] = _LOW >> 1
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -115,6 +138,7 @@ def _paced(calls: Calls) -> Callable[[int, int, int], int]:
             while code == 0 and ((state[1] - state[0]) & low) >= state[3] and looks < naps:
                 rest(nap_us)
                 fetch(state.ctypes.data, pace, 8)
+                fetch(state.ctypes.data + 24, pace + 24, 8)
                 looks += 1
         fetch(pace + 8, state.ctypes.data + 8, 16)
         return code

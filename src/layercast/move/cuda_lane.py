@@ -18,11 +18,10 @@ from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
-from layercast.move.cuda_issue import PACE_WORDS
+from layercast.move.cuda_issue import PACE_WORDS, Pace
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
-from layercast.move.words import words_at
 from layercast.plan.pieces import Pieces
 
 _log = logging.getLogger("layercast")
@@ -113,8 +112,8 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        self.tally = Tally(driver.host_memory(8 * (1 + PACE_WORDS)))
-        self._pace = self._take_pace(self.tally.address + 8) if direction in PACES else 0
+        words = driver.host_memory(8 * (1 + PACE_WORDS))
+        self.tally = Tally(words, Pace(words + 8, *PACES[direction]) if direction in PACES else None)
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -160,7 +159,7 @@ class Lane:
         Of what is staged only the second half waits: the first one
         fills slots, which say themselves when they are free.
         """
-        program.pace = self._pace
+        program.pace = 0 if self.tally.pace is None else self.tally.pace.address
         program.wait(self._last(way), self._tail)
         if way is not Way.ENGINE:
             self.staging.nth_tables += 1
@@ -301,11 +300,6 @@ class Lane:
         """What `to` gets next goes behind all that `from_` has now."""
         program.record(self._filled, from_)
         program.wait(to, self._filled)
-
-    def _take_pace(self, address: int) -> int:
-        words_at(address, 2 * PACE_WORDS)[:] = 0
-        words_at(address, 2 * PACE_WORDS)[6::2] = PACES[self.direction]
-        return address
 
     def _take_tables(self) -> None:
         """Memory for the kernel's tables; without it there is no kernel."""
