@@ -174,6 +174,8 @@ def alone(engine, args, results):
         settle = 0.3 if prefix < 20000 else 0.8
         order = {"prefix": prefix, "new": new, "reps": args.reps, "wishes": {"load": True} if ours else None}
         results.put("hits", f"{name} {shape}", engine("hits", settle=settle, **order))
+        if ours and (troubles := engine("troubles")):
+            results.put("troubles", f"{name} {shape}", troubles)
     for name_of_way in args.ways if ours and not results.over else ():
         results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
         for shape in args.shapes:
@@ -190,7 +192,7 @@ def alone(engine, args, results):
         order = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96, "rate": rate, "seed": int(seed)}
         results.put("poisson", f"{name} rate {rate:g} seed {seed:g}", engine("poisson", **order))
     if ours:
-        results.put("counts", name, engine("counts"))
+        results.put("troubles", f"{name} mixed and poisson", engine("troubles"))
 
 
 def together(engines, args, results):

@@ -100,9 +100,14 @@ class Ours:
             {name: str(getattr(end, name)) for name in end.__struct_fields__ if name != "bad_slots"} for end in ended
         ]
 
-    def counts(self):
-        """What has been counted since the start or the last call, where the engine keeps no statistics of its own."""
-        return {"scheduler": self.scheduler_side._stats.data, "worker": self.worker_side._stats.data}
+    def troubles(self):
+        """Loads that have not landed and saves that were not made, of the last thousand; then they are forgotten."""
+        ended, kept = self.scheduler_side.outcomes, []
+        for end in ended:
+            if getattr(end, "end", "landed") != "landed" or not getattr(end, "saved", True):
+                kept.append({name: str(getattr(end, name)) for name in end.__struct_fields__ if name != "bad_slots"})
+        ended.clear()
+        return kept[:20]
 
     def fault(self, prefix, new, tokens):
         """A load that fails inside a forward: what comes of it, beside the same prompt computed without the pool."""
