@@ -102,12 +102,10 @@ class Ours:
 
     def troubles(self):
         """Loads that have not landed and saves that were not made, of the last thousand; then they are forgotten."""
-        ended, kept = self.scheduler_side.outcomes, []
-        for end in ended:
-            if getattr(end, "end", "landed") != "landed" or not getattr(end, "saved", True):
-                kept.append({name: str(getattr(end, name)) for name in end.__struct_fields__ if name != "bad_slots"})
+        ended = self.scheduler_side.outcomes
+        bad = [end for end in ended if getattr(end, "end", "landed") != "landed" or not getattr(end, "saved", True)]
         ended.clear()
-        return kept[:20]
+        return [{name: str(getattr(end, name)) for name in end.__struct_fields__} for end in bad[:20]]
 
     def fault(self, prefix, new, tokens):
         """A load that fails inside a forward: what comes of it, beside the same prompt computed without the pool."""
