@@ -216,6 +216,7 @@ class Lane:
             program.owner = EVERYBODYS
             one = np.ones(1, np.int64)
             upload = Pieces.plain(one * tables.host, one * tables.device, one * tables.used)
+            program.pace = 0  # marks ascend on one stream alone
             program.copies([upload], self.spread if way is Way.STAGED else self.copy, batched=False)
             program.rows += first
         program.record(self._tail, stream)
