@@ -119,6 +119,8 @@ def test_a_model_is_found_as_a_folder_a_file_or_a_name_in_the_cache_and_nowhere_
     for name in (str(snapshot), str(snapshot / "config.json"), "some/model"):
         assert config_of(name, environ) == BASE
     assert config_of("some/model", {"HF_HOME": str(tmp_path)}) == BASE
+    with pytest.raises(Missing, match="neither a folder with a config"):
+        config_of(str(tmp_path), {})
     with pytest.raises(Missing, match=f"some/other.*{tmp_path}/hub.*download it first"):
         config_of("some/other", environ)
 

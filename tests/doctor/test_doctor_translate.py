@@ -142,6 +142,28 @@ def test_a_transfer_config_is_found_inside_a_file_of_vllms_settings(tmp_path, te
     assert read(path) == INSIDE
 
 
+@pytest.mark.parametrize(
+    ("text", "connector", "settings"),
+    [
+        ("model: m\nkv-offloading-size: 16", "OffloadingConnector", {"host_bytes": 16 << 30}),
+        ("kv_offloading_size: 2\nkv_offloading_backend: lmcache", "LMCacheMPConnector", {}),
+        (
+            json.dumps({"kv_transfer_config": {"kv_connector": "NixlConnector"}, "kv_offloading_size": 0.5}),
+            "OffloadingConnector",
+            {"host_bytes": 1 << 29},
+        ),
+    ],
+)
+def test_a_size_to_offload_names_the_connector_as_it_does_in_vllm(tmp_path, text, connector, settings):
+    path = tmp_path / "serve"
+    path.write_text(text)
+    theirs = read(path)
+    assert theirs["kv_connector"] == connector
+    found = translate(theirs)
+    assert found.settings == settings
+    assert "kv_offloading_size" in levels(found)
+
+
 def test_a_setting_given_beside_theirs_wins_and_is_told():
     found = translate(INSIDE, {"host_bytes": 5, "lease_s": 9.0})
     assert found.settings == {"host_bytes": 5, "lease_s": 9.0}
@@ -187,7 +209,11 @@ def test_a_key_that_nobody_knows_is_a_warning_that_names_the_connector():
         ({"kv_connector": "P2pNcclConnector"}, "known: AscendStoreConnector"),
         ({**ASCEND, "kv_connector_extra_config": {"layerwise_prefetch_layers": 0}}, "least value is 1"),
         ({**ASCEND, "kv_connector_extra_config": {"use_layerwise": "perhaps"}}, "use_layerwise"),
-        ({"max_local_cpu_size": "much", "chunk_size": 1}, "max_local_cpu_size"),
+        ({"max_local_cpu_size": "much", "chunk_size": 1}, "max_local_cpu_size.*a number of GiB"),
+        ({"max_local_cpu_size": float("inf")}, "a number of GiB"),
+        ({"kv_connector": "LayercastConnector"}, "layercast's own already"),
+        ({**ASCEND, "kv_role": "both"}, "known roles: kv_both"),
+        ({"model": "m", "port": 8000}, "model, port: no setting of"),
     ],
 )
 def test_what_cant_be_translated_is_refused_with_its_name(theirs, says):

@@ -110,7 +110,7 @@ def _config_path(model: str, environ: Mapping[str, str]) -> Path:
     local = Path(model)
     if local.is_file():
         return local
-    if local.is_dir():
+    if (local / "config.json").is_file():
         return local / "config.json"
     home = environ.get("HF_HOME") or str(Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
     hub = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub")

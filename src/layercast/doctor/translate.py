@@ -1,7 +1,8 @@
 """Other connectors' settings as ours: AscendStore's, LMCache's, NIXL's and vLLM's own offloading, key by key.
 
 One table a connector: what a key becomes, or why nothing here corresponds to it. Reads a `--kv-transfer-config`, its
-extra part alone, a file of vLLM's settings that has one, or LMCache's YAML. Imports none of these connectors.
+extra part alone, a file of vLLM's settings that has one or a size to offload, or LMCache's YAML. Imports none of these
+connectors.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from layercast.config import GIB, from_mapping
+from layercast.connector.vllm import NAME
 from layercast.doctor.checks import Check, Level
 from layercast.errors import BadSetting
 
@@ -41,6 +43,7 @@ CHUNKS = "a key names one block of vLLM's; set --block-size for other steps"
 CHOSEN = "chosen for each hit, by what it would cost the requests beside it (layerwise_exposed_ms)"
 SAVES = "what is computed is saved, in whole blocks, the first time"
 EVICTION = "the blocks that were used least recently go first"
+OF_ALL = "theirs is for all ranks together, ours for each: divide it"
 TIERS = "host memory always, and a folder under it where disk_path names one"
 
 
@@ -85,6 +88,7 @@ LMCACHE: Mapping[str, Rule] = {
     **_none(PUSH, "enable_pd", "enable_p2p"),
     **_none("there is no controller", "enable_controller"),
     **_none(PORT, "lmcache_rpc_port"),
+    **_none("LMCache's server has a size of its own; ours is host_bytes", "kv_offloading_size"),
 }
 NIXL: Mapping[str, Rule] = {
     **_alike("kv_recompute_threshold"),
@@ -95,7 +99,8 @@ NIXL: Mapping[str, Rule] = {
 }
 OFFLOADING: Mapping[str, Rule] = {
     **_alike("disk_path"),
-    "cpu_bytes_to_use": Becomes("host_bytes", int, "theirs is for all ranks together, ours for each: divide it"),
+    "cpu_bytes_to_use": Becomes("host_bytes", int, OF_ALL),
+    "kv_offloading_size": Becomes("host_bytes", _gib, OF_ALL),
     "cpu_bytes_to_use_per_rank": Becomes("host_bytes", int),
     "disk_capacity_bytes": Becomes("disk_bytes", int),
     "offload_prompt_only": Becomes("save_decode_cache", lambda only: not only),
@@ -120,8 +125,9 @@ CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
     "OffloadingConnector": OFFLOADING,
     "SimpleCPUOffloadConnector": OFFLOADING,
 }
-WITHIN = ("kv_transfer_config", "kv-transfer-config")
-"""Where the transfer config stands in a file of vLLM's settings."""
+OFFLOADED = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
+"""The connector that vLLM takes for each kv_offloading_backend where kv_offloading_size is given, whatever else is."""
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
 READ_HERE = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
 MULTI = "MultiConnector"
 NAME_FOLDER = "Name a folder that all of them see: --set disk_path=FOLDER"
@@ -150,14 +156,28 @@ class Translation(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a JSON or YAML file; of a file of vLLM's settings, its transfer config. Raises BadSetting."""
+    """The settings in a JSON or YAML file; of a file of vLLM's settings, the transfer config that vLLM makes of them.
+
+    Raises BadSetting.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path} can't be read as text ({error}); name a JSON or YAML file of settings") from error
     found = _table(text, str(path))
-    inner = next((found[name] for name in WITHIN if name in found), found)
-    return _table(inner, f"{path}: its transfer config") if isinstance(inner, str) else _of_table(inner, str(path))
+    vllm = {key.replace("-", "_"): value for key, value in found.items()}
+    size, inner = vllm.get("kv_offloading_size"), vllm.get("kv_transfer_config")
+    where = f"{path}: its transfer config"
+    if inner is not None:
+        found = _table(inner, where) if isinstance(inner, str) else _of_table(inner, where)
+    if size is None:
+        return found
+    backend = vllm.get("kv_offloading_backend") or "native"
+    if backend not in OFFLOADED:
+        raise BadSetting(f"{path}: kv_offloading_backend = {_shown(backend)}: known: {', '.join(OFFLOADED)}")
+    whole = {} if inner is None else found
+    extra = {**_extra(whole), "kv_offloading_size": size}
+    return whole | {"kv_connector": OFFLOADED[backend], "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _table(text: str, where: str) -> dict[str, Any]:
@@ -194,6 +214,8 @@ def translate(theirs: Mapping[str, Any], told: Mapping[str, Any] = MappingProxyT
     checks += [_apart(name, settings) for name, table, _ in parts if table is NIXL]
     checks += _left_out(theirs)
     role, policy = theirs.get("kv_role") or "kv_both", theirs.get("kv_load_failure_policy") or "fail"
+    if role not in ROLES:
+        raise BadSetting(f"kv_role = {_shown(role)}: known roles: {', '.join(ROLES)}")
     if role != "kv_both" and not settings.get("disk_path"):
         found = f"{role}: instances meet in a folder only, and none is named."
         checks.append(Check("kv_role", Level.ERROR, found, NAME_FOLDER))
@@ -222,7 +244,15 @@ def _parts(theirs: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Rule], Map
         if not inner:
             raise BadSetting("no settings are in it; name a file of AscendStore, LMCache, NIXL or offloading settings")
         name, table = max(TELLING.items(), key=lambda item: len({_plain(key) for key in inner} & set(item[1])))
+        if not {_plain(key) for key in inner} & set(table):
+            raise BadSetting(
+                f"{', '.join(inner)}: no setting of {', '.join(TELLING)} that is known here is among these"
+            )
         return [(name, table, inner)]
+    if name == NAME:
+        raise BadSetting(
+            f"{NAME}: these are layercast's own already; layercast doctor --vllm MODEL --set ... checks them"
+        )
     if name not in CONNECTORS:
         known = ", ".join(CONNECTORS)
         raise BadSetting(f"{name}: its settings are not known here; known: {known}, and {MULTI} of these")
@@ -283,8 +313,9 @@ def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, s
     before = settings.get(rule.key)
     try:
         settings[rule.key] = rule.value(value)
-    except (TypeError, ValueError) as error:
-        raise BadSetting(f"{key} = {_shown(value)}: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        unit = " of GiB" if rule.value is _gib else ""
+        raise BadSetting(f"{key} = {_shown(value)}: it should be a number{unit}") from error
     found = f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}"
     if rule.but:
         return Check(key, Level.NOTE, f"{found}; {rule.but}.")
