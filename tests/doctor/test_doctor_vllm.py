@@ -70,6 +70,7 @@ def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
         ("room", {}, Level.OK, "46,603 tokens: 5.7 prompts of 8,192"),
         ("room", {"longest": 131_072}, Level.NOTE, "0.4 prompts"),
         ("room", {"longest": 0}, Level.OK, "46,603 tokens."),
+        ("room", {"config": Config(host_bytes=1 << 20)}, Level.ERROR, "45 tokens, less than a block of 128"),
         ("cache", {}, Level.NOTE, "nearly all memory"),
         ("ranks", {"layers": {LATENT: 30}}, Level.OK, "all of it"),
         ("drafts", {"drafts": 1}, Level.NOTE, "one block shorter"),

