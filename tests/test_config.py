@@ -126,3 +126,8 @@ def test_settings_survive_json():
 def test_the_cache_lies_where_the_desktop_says():
     assert str(cache_folder({"XDG_CACHE_HOME": "/c"})) == "/c/layercast"
     assert cache_folder({}).parts[-2:] == (".cache", "layercast")
+
+
+def test_a_value_of_another_type_is_named_with_its_key_and_the_type_it_should_have():
+    with pytest.raises(BadSetting, match=r"here: lease_s = 'soon': expected `float`, got `str`"):
+        from_mapping({"lease_s": "soon"}, "here")

@@ -119,7 +119,9 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     try:
         return msgspec.convert(plain, Config, strict=False)
     except msgspec.ValidationError as error:
-        raise BadSetting(f"{source}: {error}") from error
+        wanted, _, key = str(error).partition(" - at `$.")  # "Expected `float`, got `str` - at `$.lease_s`"
+        key = key.rstrip("`")
+        raise BadSetting(f"{source}: {key} = {plain.get(key)!r}: {wanted[0].lower()}{wanted[1:]}") from error
 
 
 def _bytes(key: str, value: object, source: str) -> object:
