@@ -5,71 +5,58 @@ none yet first, so that a newcomer of the layer that is next waits for nothing o
 Pure: no clock and no threads; its user guards it.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Generic, TypeVar
 
 Batch = TypeVar("Batch")
-
-
-@dataclass(slots=True)
-class _Turns(Generic[Batch]):
-    """The owners of one layer in the order of their turns: those that have had none, then those that have."""
-
-    fresh: dict[str, deque[Batch]] = field(default_factory=dict)
-    served: dict[str, deque[Batch]] = field(default_factory=dict)
-
-    def of(self, owner: str) -> dict[str, deque[Batch]]:
-        """Where an owner is, or belongs."""
-        return self.served if owner in self.served else self.fresh
 
 
 class DeadlineQueue(Generic[Batch]):
     """Batches that wait to be issued; those of one owner and layer keep their order."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, _Turns[Batch]] = {}
+        self._owners: dict[str, list[tuple[int, int, Batch]]] = {}
+        """Heaps of (layer, number, batch), none of them empty."""
+        self._served: dict[str, tuple[int, int]] = {}
+        """The layer in which an owner had its last turn, and when."""
+        self._numbers = count(1)
+        self._last = 0
 
     def __len__(self) -> int:
-        every = (owners for turns in self._layers.values() for owners in (turns.fresh, turns.served))
-        return sum(len(batches) for owners in every for batches in owners.values())
+        return sum(map(len, self._owners.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self._owners)
 
     @property
     def last_layer(self) -> int:
-        """The layer behind all that is queued; 0 where nothing is."""
-        return max(self._layers, default=0)
+        """A layer before which all lies that is queued; 0 where nothing is."""
+        return self._last if self._owners else 0
 
     def push(self, batch: Batch, *, layer: int, owner: str) -> None:
         """Queue a batch for the layer that needs it (of a window: its first)."""
-        owners = self._layers.setdefault(layer, _Turns()).of(owner)
-        owners.setdefault(owner, deque()).append(batch)
+        self._last = max(layer, self.last_layer)
+        heappush(self._owners.setdefault(owner, []), (layer, next(self._numbers), batch))
 
     def pop(self) -> Batch | None:
         """Take out the batch that is to go next; None if there is none."""
-        if not self._layers:
+        if not self._owners:
             return None
-        layer = min(self._layers)
-        turns = self._layers[layer]
-        owners = turns.fresh or turns.served
-        owner = next(iter(owners))
-        batches = owners.pop(owner)
-        batch = batches.popleft()
-        if batches:
-            turns.served[owner] = batches
-        self._tidy(layer)
+        owner = min(self._owners, key=self._turn)
+        layer, _, batch = heappop(self._owners[owner])
+        self._served[owner] = layer, next(self._numbers)
+        if not self._owners[owner]:
+            self.remove(owner)
         return batch
 
     def remove(self, owner: str) -> list[Batch]:
         """Take out everything of an owner (an abort): its batches by layer, in their order."""
-        gone: list[Batch] = []
-        for layer in sorted(self._layers):
-            gone += self._layers[layer].of(owner).pop(owner, ())
-            self._tidy(layer)
-        return gone
+        self._served.pop(owner, None)
+        return [batch for _, _, batch in sorted(self._owners.pop(owner, ()))]
 
-    def _tidy(self, layer: int) -> None:
-        if not (self._layers[layer].fresh or self._layers[layer].served):
-            del self._layers[layer]
+    def _turn(self, owner: str) -> tuple[int, int, int]:
+        """What tells whose turn comes first: the layer, the last turn in it (0: none so far), and who came first."""
+        layer, number, _ = self._owners[owner][0]
+        served, when = self._served.get(owner, (-1, 0))
+        return layer, when if served == layer else 0, number
