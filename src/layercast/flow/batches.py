@@ -143,11 +143,12 @@ class Ways:
     ) -> list[Batch]:
         """What a plan moves of a window, within the limits. The last batch is hashed, since movers keep order."""
         layers, pieces, size = plan.sized(window)
-        most = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
         if not layers:
             return []
-        if not any(most):
+        config = self.config
+        if not (config.layerwise_max_transfer_blocks or config.layerwise_max_transfer_bytes):
             return [Batch(run, owner, layers, pieces, hashed, after, size, group)]
+        most = config.layerwise_max_transfer_blocks, config.layerwise_max_transfer_bytes
         *first, last = batches_of(plan, layers, *most)
         return [
             Batch(run, owner, layers, part, ranges, after, (part.nbytes, int(part.count.sum())), group)
