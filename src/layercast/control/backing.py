@@ -77,7 +77,7 @@ class Backing:
     def seek(self, request: str, keys: Keys, tokens: int) -> None:
         """Look for what the slab lacks of a prompt of `tokens`, whose keys are `keys` by group. Returns at once."""
         keys = [named[: (tokens - 1) // spec.block_size] for named, spec in zip(keys, self._specs, strict=True)]
-        here = [[*map(self.directory.has(group, coming=True), named)] for group, named in enumerate(keys)]
+        here = self._here(keys)
         if self.there and request not in self._searches and not all(map(all, here)):
             self._last = self._looking.submit(_look, self._stores, keys)
             self._searches[request] = _Search(tokens, keys, self._last)
@@ -186,9 +186,13 @@ class Backing:
             raise DeadlineExceeded(f"the stores below have not answered within {timeout_s:g} s")
         self._looking.shutdown()
 
+    def _here(self, keys: Keys) -> list[list[bool]]:
+        """Whether the slab has each key, or will have, by group."""
+        return [[*map(self.directory.has(group, coming=True), named)] for group, named in enumerate(keys)]
+
     def _fetch(self, request: str, search: _Search) -> None:
         """Order what lengthens the prefix that can be used, as far as the slab has room."""
-        here = [[*map(self.directory.has(group, coming=True), named)] for group, named in enumerate(search.keys)]
+        here = self._here(search.keys)
         wanted = lengthening(self._specs, here, search.found.result(), search.tokens, self._least)
         for part in _parts(wanted):
             try:

@@ -151,6 +151,6 @@ class Ways:
         most = config.layerwise_max_transfer_blocks, config.layerwise_max_transfer_bytes
         *first, last = batches_of(plan, layers, *most)
         return [
-            Batch(run, owner, layers, part, ranges, after, (part.nbytes, int(part.count.sum())), group)
+            Batch(run, owner, layers, part, ranges, after, part.size, group)
             for part, ranges in [*((part, None) for part in first), (last, hashed)]
         ]

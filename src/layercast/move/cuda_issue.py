@@ -46,7 +46,7 @@ the last, how many marks may be ahead, and after how many bytes the next is due.
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 """
-_AHEAD, _DUE = 3, 4
+_PASSED, _MARKED, _SINCE, _AHEAD, _DUE = range(PACE_WORDS)
 _LOW = 0xFFFFFFFF
 
 
@@ -84,7 +84,8 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """
     from numba import njit
 
-    copies, note = njit(_copies(calls, attributes, njit(_unbroken), njit(_paced(calls)))), njit(_note)
+    hand_over, note = njit(_handing(calls, attributes, njit(_paced(calls)))), njit(_note)
+    copies = njit(_copies(calls, njit(_unbroken), hand_over))
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.zeros(DESK_WORDS, np.int64)
     calls.semaphores.make(desk.ctypes.data, 0, 1)
@@ -126,35 +127,52 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 def _paced(calls: Calls) -> Callable[[int, int, int], int]:
     """(pace, stream, bytes just handed over) -> error code; returns once more may be under way."""
     write, fetch, rest = calls.write, calls.fetch, calls.rest
-    nap_us, naps, low = NAP_US, NAPS, _LOW
+    nap_us, naps, low, words = NAP_US, NAPS, _LOW, PACE_WORDS
+    passed, marked, since, ahead, due = _PASSED, _MARKED, _SINCE, _AHEAD, _DUE
 
     def run(pace: int, stream: int, nbytes: int) -> int:
-        code, looks, state = 0, 0, np.zeros(5, np.int64)
-        fetch(state.ctypes.data, pace, 40)
-        state[2] += nbytes
-        if state[2] >= state[4]:
-            state[1], state[2] = state[1] + 1, 0
-            code = write(stream, pace, state[1] & low, 0)
-            while code == 0 and ((state[1] - state[0]) & low) >= state[3] and looks < naps:
+        code, looks, state = 0, 0, np.zeros(words, np.int64)
+        at = state.ctypes.data
+        fetch(at, pace, 8 * words)
+        state[since] += nbytes
+        if state[since] >= state[due]:
+            state[marked], state[since] = state[marked] + 1, 0
+            code = write(stream, pace, state[marked] & low, 0)
+            while code == 0 and ((state[marked] - state[passed]) & low) >= state[ahead] and looks < naps:
                 rest(nap_us)
-                fetch(state.ctypes.data, pace, 8)
-                fetch(state.ctypes.data + 24, pace + 24, 8)
+                fetch(at, pace, 8)
+                fetch(at + 8 * ahead, pace + 8 * ahead, 8)
                 looks += 1
-        fetch(pace + 8, state.ctypes.data + 8, 16)
+        fetch(pace + 8 * marked, at + 8 * marked, 16)
         return code
 
     return run
 
 
-def _copies(
-    calls: Calls, attributes: tuple[int, int], unbroken: Callable[..., int], paced: Callable[[int, int, int], int]
-) -> Callable[..., int]:
+def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, int, int], int]) -> Callable[..., int]:
+    """(addresses of targets, sources and sizes, copies, bytes, stream, batched, pace) -> error code.
+
+    Hands a call of many copies over, unless they went singly, and keeps the pace behind them.
+    """
+    (attribute, nth_attribute), many = attributes, calls.copy_batch
+
+    def run(to: int, from_: int, sizes: int, count: int, nbytes: int, stream: int, batched: int, pace: int) -> int:
+        code = 0
+        if batched:
+            code = many(to, from_, sizes, count, attribute, nth_attribute, 1, stream)
+        if pace != 0 and code == 0:
+            code = paced(pace, stream, nbytes)
+        return code
+
+    return run
+
+
+def _copies(calls: Calls, unbroken: Callable[..., int], hand_over: Callable[..., int]) -> Callable[..., int]:
     """(columns, pieces, source shift, target shift, stream, batched, cuts, call, pace) -> error code.
 
     columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
     """
-    (attribute, nth_attribute), most, most_bytes = attributes, MOST, CALL_BYTES
-    one, many = calls.copy, calls.copy_batch
+    one, most, most_bytes = calls.copy, MOST, CALL_BYTES
 
     def run(
         columns: Ints,
@@ -167,7 +185,8 @@ def _copies(
         call: Ints,
         pace: int,
     ) -> int:
-        code, filled, nbytes, at = 0, 0, 0, call.ctypes.data
+        code, filled, nbytes = 0, 0, 0
+        to_at, from_at, sizes_at = call.ctypes.data, call.ctypes.data + 8 * most, call.ctypes.data + 16 * most
         for nth in range(pieces):
             for step in range(columns[3, nth]):
                 from_ = columns[0, nth] + source + step * columns[4, nth]
@@ -180,17 +199,12 @@ def _copies(
                         code = one(to, from_, part, stream)
                     filled, nbytes = filled + 1, nbytes + part
                     if filled == most or nbytes == most_bytes:
-                        if batched:
-                            code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
-                        if pace != 0 and code == 0:
-                            code = paced(pace, stream, nbytes)
+                        if code == 0:
+                            code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
                         filled = nbytes = 0
                     to, from_, left = to + part, from_ + part, left - part
         if filled > 0 and code == 0:
-            if batched:
-                code = many(at, at + 8 * most, at + 16 * most, filled, attribute, nth_attribute, 1, stream)
-            if pace != 0 and code == 0:
-                code = paced(pace, stream, nbytes)
+            code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
         return code
 
     return run
@@ -198,8 +212,8 @@ def _copies(
 
 def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    paced = _paced(calls)
-    by_piece = _copies(calls, attributes, _unbroken, paced)
+    hand_over = _handing(calls, attributes, _paced(calls))
+    by_piece = _copies(calls, _unbroken, hand_over)
 
     def run(
         columns: Ints,
@@ -223,9 +237,7 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
         while first < pieces and code == 0:
             count, skip = min(MOST, CALL_BYTES // longest, pieces - first), 8 * first
             ends = to.ctypes.data + skip, from_.ctypes.data + skip, nbytes.ctypes.data + skip
-            code = calls.copy_batch(*ends, count, *attributes, 1, stream)
-            if pace and code == 0:
-                code = paced(pace, stream, int(nbytes[first : first + count].sum()))
+            code = hand_over(*ends, count, int(nbytes[first : first + count].sum()), stream, batched, pace)
             first += count
         return code
 

@@ -70,7 +70,7 @@ def surely_engine(pieces: Pieces, costs: Costs, *, kernel: bool) -> bool:
     """
     if costs.forced is not None or not kernel:
         return not kernel or costs.forced is Way.ENGINE
-    nbytes, count = pieces.nbytes, int(pieces.count.sum())
+    nbytes, count = pieces.size
     return _engine_us(nbytes, count, costs) <= nbytes / max(costs.gbps, costs.kernel_gbps) / 1e3
 
 

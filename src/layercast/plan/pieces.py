@@ -63,6 +63,11 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
         sides = self.sources is other.sources and self.targets is other.targets
         return sides and self.length is other.length and self.count is other.count
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """(bytes, copies) of all pieces."""
+        return self.nbytes, int(self.count.sum())
+
     def take(self, index: "slice | Ints") -> "Pieces":
         """The chosen pieces."""
         return Pieces.of(getattr(self, name)[index] for name in COLUMNS)
@@ -180,18 +185,13 @@ class CopyPlan:
         return self.sized(layers)[1]
 
     def sized(self, window: Sequence[int]) -> tuple[tuple[int, ...], Pieces, tuple[int, int]]:
-        """(layers that it has of a window, their pieces, (bytes, copies) of these).
-
-        Windows that are alike share their arrays.
-        """
+        """(its layers of a window, their pieces, (bytes, copies) of these). Windows that are alike share arrays."""
         layers, columns, shift = self.route.window(tuple(window))
-        found = self._spread.get(id(columns))
-        if found is None:
+        if (found := self._spread.get(id(columns))) is None:
             pieces = _spread(columns, self.runs)
-            found = self._spread[id(columns)] = pieces, (pieces.nbytes, int(pieces.count.sum()))
+            found = self._spread[id(columns)] = pieces, pieces.size
         pieces, size = found
-        sides, sizes = (pieces.sources, pieces.targets), (pieces.length, pieces.count)
-        return layers, Pieces(*sides, *sizes, pieces.source_stride, pieces.target_stride, shift), size
+        return layers, msgspec.structs.replace(pieces, shift=shift), size
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
@@ -207,8 +207,7 @@ class CopyPlan:
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
         _, columns, shift = self.route.window((layer,))
-        found = self._hashed.get((id(columns), read, order))
-        if found is None:
+        if (found := self._hashed.get((id(columns), read, order))) is None:
             found = self._hashed[id(columns), read, order] = self._digest_ranges(columns, read, order)
         return DigestRanges(found.addresses, found.length, shift[0 if read == "source" else 1])
 
@@ -254,8 +253,7 @@ class Route:
 
     def window(self, layers: tuple[int, ...]) -> Window:
         """What it moves of these layers. Windows that are alike share their columns."""
-        found = self._windows.get(layers)
-        if found is None:
+        if (found := self._windows.get(layers)) is None:
             found = self._windows[layers] = self._window(layers)
         return found
 
