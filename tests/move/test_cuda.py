@@ -1,12 +1,11 @@
 """The laws on a real device. Without one, everything here is skipped."""
 
 import ctypes
-import sys
 import threading
-import time
 
 import numpy as np
 import pytest
+from loops import interpreter_kept, loop_of, spun
 
 from layercast.errors import DeviceFailed
 from layercast.move.costs import Way, only
@@ -315,27 +314,20 @@ def test_staging_that_cannot_be_had_is_done_without(driver, kernel):
 
 def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(driver):
     """The thread that submits spins, and no other gets the interpreter, until the last byte is in place."""
-    pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
-    mover = CudaMover(driver, None, compiled_issue(driver.calls, driver.batch_attributes))
+    mover = CudaMover(driver, None, loop_of("compiled")(driver.calls, driver.batch_attributes))
     pool = torch.zeros(64 << 14, dtype=torch.uint8, device="cuda")
     host = torch.zeros(64 << 14, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
     rows = pieces_of(*((pool.data_ptr() + (i << 14), host.data_ptr() + ((63 - i) << 14), 1 << 14) for i in range(64)))
-    last, interval = ctypes.c_uint8.from_address(host.data_ptr() + (1 << 14) - 1), sys.getswitchinterval()
+    last = ctypes.c_uint8.from_address(host.data_ptr() + (1 << 14) - 1)
     mover.submit(rows).wait(SOON_S)
     for value in range(1, 20):
         pool.fill_(value)
         torch.cuda.synchronize()
         threading.Event().wait(0.02)  # the thread that issues goes to sleep
-        deadline = time.monotonic() + SOON_S
-        try:
-            sys.setswitchinterval(2 * SOON_S)
+        with interpreter_kept(SOON_S):
             flight = mover.submit(rows)
-            while last.value != value and time.monotonic() < deadline:
-                pass
-            moved = last.value == value
-        finally:
-            sys.setswitchinterval(interval)
+            moved = spun(last, value, SOON_S)
         assert moved
         flight.wait(SOON_S)
         assert bool((host == value).all())

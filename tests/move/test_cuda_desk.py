@@ -5,20 +5,18 @@ import pytest
 from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import LOOPS, loop_of
 
 from layercast.move.cuda_desk import Desk
-from layercast.move.cuda_issue import compiled_issue, plain_issue
 from layercast.move.cuda_program import Program
 
 CUTS = np.zeros(0, np.int64)
 
 
-@pytest.fixture(scope="module", params=["plain", "compiled"])
+@pytest.fixture(scope="module", params=LOOPS)
 def device(request):
-    if request.param == "compiled":
-        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
     device = HostDevice()
-    device.issue = {"plain": plain_issue, "compiled": compiled_issue}[request.param](device.calls, (0, 0))
+    device.issue = loop_of(request.param)(device.calls, (0, 0))
     return device
 
 

@@ -6,8 +6,9 @@ import pytest
 from host_device import HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, PACE_WORDS, Pace, compiled_issue, plain_issue
+from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, PACE_WORDS, Pace, plain_issue
 from layercast.move.cuda_program import Program
 from layercast.testing.move_laws import pieces_of
 
@@ -30,12 +31,10 @@ class Copies(HostDevice):
         self.calls_of.append(count)
 
 
-@pytest.fixture(scope="module", params=["plain", "compiled"])
+@pytest.fixture(scope="module", params=LOOPS)
 def device(request):
-    if request.param == "compiled":
-        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
     device = Copies()
-    device.issue = {"plain": plain_issue, "compiled": compiled_issue}[request.param](device.calls, (0, 0))
+    device.issue = loop_of(request.param)(device.calls, (0, 0))
     return device
 
 
@@ -127,14 +126,12 @@ class Slow(Copies):
         return 0
 
 
-@pytest.mark.parametrize("issue", [plain_issue, compiled_issue])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("a_nap", [1, 3])
-def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(issue, batched, a_nap):
-    if issue is compiled_issue:
-        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
+def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
     device, pace = Slow(a_nap), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
-    device.issue = issue(device.calls, (0, 0))
+    device.issue = loop_of(loop)(device.calls, (0, 0))
     quarter = CALL_BYTES // 4
     for _ in range(5):  # calls are counted from program to program
         program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)

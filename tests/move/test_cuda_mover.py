@@ -3,11 +3,11 @@ import dataclasses
 import os
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from host_device import KERNEL, DeviceMemory, HostDevice
+from loops import LOOPS, interpreter_kept, loop_of, spun
 from msgspec.structs import replace
 
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
@@ -15,7 +15,7 @@ from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST, memory_copy
-from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
+from layercast.move.cuda_issue import Issue, plain_issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.flights import HostFlight
 from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
@@ -113,11 +113,9 @@ def test_layers_that_share_their_arrays_share_a_table_and_move_each_from_its_own
     mover.close(SOON_S)
 
 
-@pytest.mark.parametrize("issue", ["plain", "compiled"])
-def test_a_step_sets_the_flags_it_was_given(device, issue):
-    if issue == "compiled":
-        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
-        device.issue = compiled_issue
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_step_sets_the_flags_it_was_given(device, loop):
+    device.issue = loop_of(loop)
     mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
     source, target = memory.alloc(64), memory.alloc(64)
     flags = np.zeros(3, np.int32)
@@ -173,27 +171,20 @@ def _nothing(arguments):
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
 def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds):
     """The thread that submits spins, and no other gets the interpreter, until the bytes are in place."""
-    pytest.importorskip("numba", reason="numba is not installed, so there is no compiled loop to test")
     device, layers = Native(), 8
-    mover = CudaMover(device, None, compiled_issue(device.calls, (0, 0)), lambda: 1)
+    mover = CudaMover(device, None, loop_of("compiled")(device.calls, (0, 0)), lambda: 1)
     memory = DeviceMemory(device, kinds)
     source, target = memory.alloc(4096 * layers), memory.alloc(4096 * layers)
     rows = pieces_of(*((source + 128 * i, target + 128 * (31 - i), 128) for i in range(32)))
     batches = [replace(rows, shift=(4096 * n, 4096 * n)) for n in range(layers)]
-    last, interval = ctypes.c_uint8.from_address(target + 4096 * layers - 1), sys.getswitchinterval()
+    last = ctypes.c_uint8.from_address(target + 4096 * layers - 1)
     mover.submit(rows).wait(SOON_S)
     for value in (1, 2, 3):
         threading.Event().wait(BRIEF_S)  # the thread that issues goes to sleep
         memory.write(source, data := os.urandom(4096 * (layers - 1)) + bytes([value]) * 4096)
-        deadline = time.monotonic() + SOON_S
-        try:
-            sys.setswitchinterval(2 * SOON_S)
+        with interpreter_kept(SOON_S):
             flights = mover.submit_all(batches)
-            while last.value != value and time.monotonic() < deadline:
-                pass
-            moved, issued = last.value == value, flights[0].wave.issued.is_set()
-        finally:
-            sys.setswitchinterval(interval)
+            moved, issued = spun(last, value, SOON_S), flights[0].wave.issued.is_set()
         assert moved
         assert not issued, "the thread that issues has had the interpreter"
         for flight in flights:
