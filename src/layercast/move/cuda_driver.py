@@ -60,7 +60,7 @@ def semaphores() -> Semaphores:
     return Semaphores(*calls)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Calls:
     """The calls that programs are made of; each returns 0 or an error code.
 
