@@ -10,7 +10,8 @@ from loops import interpreter_kept, loop_of, spun
 from layercast.errors import DeviceFailed
 from layercast.move.costs import Way, only
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE
-from layercast.move.cuda_issue import compiled_issue, plain_issue
+from layercast.move.cuda_issue import best_issue, compiled_issue, plain_issue
+from layercast.plan.pieces import Pieces
 from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
@@ -330,6 +331,38 @@ def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(driver):
         assert moved
         flight.wait(SOON_S)
         assert bool((host == value).all())
+    mover.close(SOON_S)
+
+
+def test_a_forward_of_more_launches_than_a_device_queues_gets_its_load(driver):
+    """A thread whose launches wait in a full queue keeps the driver to itself: no copy can be handed over meanwhile."""
+    layers, count, size = 6, 20000, 512
+    mover, gate = CudaMover(driver, None, best_issue(driver.calls, driver.batch_attributes)), CudaGate(driver)
+    pool = torch.zeros(layers, count, size, dtype=torch.uint8, device="cuda")
+    host = torch.randint(0, 256, pool.shape, dtype=torch.uint8).pin_memory()
+    one, steps = torch.zeros(64, device="cuda"), np.arange(count, dtype=np.int64) * size
+    shuffled, sizes = np.random.default_rng(1).permutation(steps), np.full(count, size, np.int64)
+    torch.cuda.synchronize()
+    at = [(host[layer].data_ptr(), pool[layer].data_ptr()) for layer in range(layers)]
+    gate.arm(dict.fromkeys(range(layers), 1))
+    flights = mover.submit_all([Pieces.plain(from_ + shuffled, to + shuffled, sizes) for from_, to in at])
+    gate.open_all(enumerate(flights))
+    seen: list[torch.Tensor] = []
+
+    def forward():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for layer in range(layers):
+                gate.wait(layer, SOON_S)
+                seen.append(pool[layer].clone())
+                for _ in range(2000):
+                    one.add_(1)
+            torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=forward, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert torch.equal(torch.stack(seen).cpu(), host)
     mover.close(SOON_S)
 
 

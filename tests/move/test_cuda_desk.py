@@ -1,4 +1,5 @@
 import queue
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
 from layercast.move.cuda_desk import Desk
+from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import Program
 
 CUTS = np.zeros(0, np.int64)
@@ -22,14 +24,17 @@ def device(request):
 
 def desk_of(device, bind=lambda: None):
     device.log.clear()
-    return Desk(device.issue, device.calls.semaphores, bind)
+    desk = Desk(device.issue, device.calls.ring, bind)
+    weakref.finalize(desk, desk._bell.close)
+    return desk
 
 
 class Counting:
     """A program that sets a word to where it was told to stand, and what must stay until it has run."""
 
     def __init__(self):
-        self.word, self.errors = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        self.word, self.errors = np.full(TALLY_BYTES // 4, -1, np.int32), np.zeros(1, np.int64)
+        self.word[0] = 0
         program = Program()
         program.count(1, self.word.ctypes.data, 7)
         self.table, self.longest = program.table(), program.longest

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from host_device import DeviceMemory, HostDevice
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.costs import Direction
@@ -11,7 +13,8 @@ from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave
 from layercast.move.cuda_gates import CudaGate, FlagGate
-from layercast.move.cuda_issue import PACE_WORDS, Pace, plain_issue
+from layercast.move.cuda_issue import TALLY_BYTES, plain_issue
+from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 from layercast.testing.gate_laws import GateLaws
@@ -168,35 +171,64 @@ def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_
 
 
 @pytest.fixture
-def paced():
-    """(a lane's tally, the word that says how many marks may be ahead)."""
-    words = np.zeros(1 + PACE_WORDS, np.int64)
-    return Tally(words.ctypes.data, Pace(words.ctypes.data + 8, 3, 1 << 20)), words[4:5]
+def tally(device):
+    tally = Tally(device.host_memory(TALLY_BYTES), device.calls.ring)
+    yield tally
+    tally.close()
 
 
-@pytest.mark.parametrize("start", [0, 0xFFFFFFF0])
-def test_no_pace_is_kept_up_to_the_batch_that_a_forward_waits_for(paced, start):
-    tally, ahead = paced
-    tally.hurry((start + 20) & 0xFFFFFFFF)
-    for over in range(1, 20):
-        tally.handed_over((start + over) & 0xFFFFFFFF)
-        assert ahead > 1 << 20
-    tally.handed_over((start + 20) & 0xFFFFFFFF)
-    assert ahead == 3
-
-
-def test_a_forward_that_waits_for_a_copy_hurries_it_until_it_is_handed_over(device, paced):
-    tally, ahead = paced
-    wave = Wave(tally, 4, Event(0, lambda _: None))
+@pytest.fixture
+def copied(device, tally):
+    """(a flight in a lane's queue, what hands it over)."""
+    wave = Wave(tally, 1, Event(0, lambda _: None))
     wave.queue()
-    CudaFlight(wave, 1).hold(lambda: 99, device_that_only_notes(device))
-    assert ahead > 1 << 20
-    tally.handed_over(wave.number(3))
-    wave.issued.set()
-    assert ahead == 3
-    CudaFlight(wave, 2).hold(lambda: 99, device_that_only_notes(device))
-    assert ahead == 3
+    program, loop = Program(), plain_issue(device.calls, (0, 0)).run
+    program.count(1, tally.address, 0)
+    return CudaFlight(wave, 0), lambda: loop(program.table(), 0, np.zeros(0, np.int64), wave.errors, wave.first)
 
 
-def device_that_only_notes(device):
-    return SimpleNamespace(stream_waits_for_value=lambda *what: device.log.append(("hold", *what)))
+def test_a_caller_launches_nothing_behind_a_copy_that_the_device_has_not_been_handed(device, copied):
+    """Launches that fill a device's queue keep its driver to themselves, so the copy would never be handed over."""
+    gate, (flight, hand_over) = CudaGate(device, lambda: 99), copied
+    gate.arm({0: 1})
+    gate.open(0, flight)
+    with pytest.raises(DeadlineExceeded, match="layer 0"):
+        gate.wait(0, BRIEF_S)
+    timer = threading.Timer(BRIEF_S, hand_over)
+    timer.start()
+    assert BRIEF_S / 2 < gate.wait(0, SOON_S) < SOON_S
+    timer.join()
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log), "the device has counted it"
+
+
+def test_what_was_handed_over_long_ago_holds_no_caller_up(copied, tally):
+    flight, hand_over = copied
+    for _ in range(100):
+        hand_over()
+    assert flight.handed(0)
+    assert tally.handed(flight.number - 1, 0)
+    assert not tally.handed(flight.number + 1, BRIEF_S)
+
+
+@given(st.lists(st.sampled_from(["hand over", "wait"]), max_size=12), st.sampled_from([0, 0x7FFFFFFE, 0xFFFFFFFD]))
+def test_a_batch_has_been_handed_over_once_as_many_have(steps, start):
+    device = HostDevice()
+    tally, handed = Tally(device.host_memory(TALLY_BYTES), device.calls.ring), 0
+    tally.passed_over(start)
+    for step in steps:
+        if step == "hand over":
+            handed += 1
+            tally.passed_over((start + handed) & 0xFFFFFFFF)
+        for ahead in (0, 1):
+            assert tally.handed((start + handed + ahead) & 0xFFFFFFFF, 0) == (ahead == 0)
+    tally.close()
+
+
+def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, mover, batch):
+    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate.arm({0: 1})
+    gate.open(0, mover.submit(batch, after=[arrival]))
+    timer = threading.Timer(BRIEF_S, arrival.fail, [ConnectionError("gone")])
+    timer.start()
+    assert gate.wait(0, SOON_S) < SOON_S
+    timer.join()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, PACE_WORDS, Pace, plain_issue
+from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, plain_issue
 from layercast.move.cuda_program import Program
 from layercast.testing.move_laws import pieces_of
 
@@ -109,7 +109,6 @@ class Slow(Copies):
     def __init__(self, a_nap):
         super().__init__()
         self.a_nap, self.late, self.most, self.naps = a_nap, [], 0, 0
-        self.at_nap = lambda naps: None
         self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
         self.calls = replace(self.calls, rest=self._nap)
 
@@ -119,7 +118,6 @@ class Slow(Copies):
 
     def _rest(self, _us):
         self.naps += 1
-        self.at_nap(self.naps)
         for _ in range(min(self.a_nap, len(self.late))):
             address, value = self.late.pop(0)
             ctypes.c_uint32.from_address(address).value = value
@@ -142,20 +140,6 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
     assert sum(nbytes for _, _, nbytes in device.copies) == 50 * quarter
     assert device.most == AHEAD
     assert pace[1] == 50 // 4
-
-
-def test_a_pace_that_is_dropped_meanwhile_holds_nothing_up():
-    device, words = Slow(0), np.zeros(PACE_WORDS, np.int64)
-    pace = Pace(words.ctypes.data, AHEAD, CALL_BYTES)
-    device.issue = plain_issue(device.calls, (0, 0))
-    device.at_nap = lambda naps: pace.drop() if naps == 3 else None
-    program, errors = Program(pace=words.ctypes.data), np.zeros(1, np.int64)
-    program.copies([pieces_of((0, 0, 9 * CALL_BYTES))], 1, batched=True)
-    device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
-    assert device.naps == 3
-    assert sum(nbytes for _, _, nbytes in device.copies) == 9 * CALL_BYTES
-    pace.keep()
-    assert words.tolist() == [0, 9, 0, AHEAD, CALL_BYTES]
 
 
 def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():

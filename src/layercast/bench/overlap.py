@@ -128,7 +128,7 @@ class Run:
             flights = self.order(mover, lists())
             ordered = (time.perf_counter() - since) * 1e3
             clock = device.copying.cuda_stream
-            for flight, event in zip(flights, landed, strict=True):  # not `hold`, which would hurry the copies
+            for flight, event in zip(flights, landed, strict=True):
                 device.driver.stream_waits_for_value(clock, flight.wave.tally.address, flight.number)
                 event.record(device.copying)
             self.forward(gate)

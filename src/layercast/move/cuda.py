@@ -157,7 +157,6 @@ class CudaMover(Mover):
                 whole = early or self._whole(lane, orders, wave)
                 for program in self._in_parts(lane, orders, wave) if whole is None else [whole]:
                     self._issue.run(program.table(), program.longest, self._cuts, wave.errors, wave.first)
-            lane.tally.handed_over(wave.number(count - 1))
             wave.issued.set()
             arm.watcher.add(wave)
 
@@ -167,8 +166,8 @@ class CudaMover(Mover):
                 if wave.queued.is_set():
                     self._driver.bind()
                     lane.skip(wave.number(count - 1))
-                wave.queued.set()
                 wave.issued.set()
+                wave.queued.set()
 
         wave.then(ended)
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
@@ -248,6 +247,7 @@ class CudaMover(Mover):
             else:
                 self._driver.bind()
                 arm.lane.close()
+                arm.desk.close()
                 del self._arms[direction]
         if late is not None:
             raise late
@@ -266,7 +266,7 @@ class CudaMover(Mover):
                 lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
-                desk = Desk(self._issue, self._driver.calls.semaphores, self._driver.bind)
+                desk = Desk(self._issue, self._driver.calls.ring, self._driver.bind)
                 self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
 

@@ -1,7 +1,7 @@
 """Where a thread that issues finds its work: it sleeps without the interpreter lock, and runs a program without it.
 
 A thread that Python wakes needs the interpreter first, which whoever woke it may keep for five milliseconds. So the
-next program is laid out as numbers, and a semaphore wakes the loop that runs it. Does not know waves, lanes or flights.
+next program is laid out as numbers, and a bell wakes the loop that runs it. Does not know waves, lanes or flights.
 """
 
 import queue
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from layercast.errors import Refused
-from layercast.move.cuda_driver import Semaphores
+from layercast.move.cuda_bell import Bell
+from layercast.move.cuda_driver import Call
 from layercast.move.cuda_issue import DESK_WORDS, LAID, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
@@ -22,16 +22,14 @@ class Desk:
     bind: what the thread that gets must do first, once.
     """
 
-    def __init__(self, issue: Issue, semaphores: Semaphores, bind: Callable[[], None]) -> None:
-        self._issue, self._semaphores = issue, semaphores
+    def __init__(self, issue: Issue, ring: Call, bind: Callable[[], None]) -> None:
+        self._issue, self._bell = issue, Bell(ring, singly=True)
         self._bind: Callable[[], None] | None = bind
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._words = np.zeros(DESK_WORDS, np.int64)
-        self._words[LAID] = -1
+        self._words[0], self._words[LAID] = self._bell.file, -1
         self._kept: tuple[Ints, ...] = ()
         self._put = self._got = 0
-        if semaphores.make(self._words.ctypes.data, 0, 0) != 0:
-            raise Refused("this system has no unnamed semaphores, so nothing can wake the threads of a GPU; use Linux")
 
     def lay(self, table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> bool:
         """Have a program run (see `Issue.run`) before the item is got that is put next.
@@ -49,7 +47,7 @@ class Desk:
         """Add an item, and wake the thread."""
         self._items.put(item)
         self._put += 1
-        self._semaphores.post(self._words.ctypes.data)
+        self._bell.ring()
 
     def get(self) -> Item:
         """The next item, once its program has run. For one thread."""
@@ -63,3 +61,7 @@ class Desk:
     def get_nowait(self) -> Item:
         """The next item, which nobody gets any more. Raises queue.Empty."""
         return self._items.get_nowait()
+
+    def close(self) -> None:
+        """Give the bell back; nobody puts or gets any more."""
+        self._bell.close()

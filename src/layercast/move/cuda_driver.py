@@ -39,25 +39,18 @@ def sleep() -> Call:
     return call
 
 
-@dataclass(frozen=True, slots=True)
-class Semaphores:
-    """libc's semaphores, of 32 bytes: make(address, 0, count), post(address), wait(address); not 0 = in vain.
-
-    Only `wait` gives the interpreter lock up.
-    """
-
-    make: Call
-    post: Call
-    wait: Call
+def ringing() -> Call:
+    """libc's write(file, address, bytes), which keeps the interpreter lock: for a bell's file it ends at once."""
+    call = ctypes.PyDLL(None).write
+    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    return call
 
 
-def semaphores() -> Semaphores:
-    """This process's."""
-    kept, given_up = ctypes.PyDLL(None), ctypes.CDLL(None)
-    calls = kept.sem_init, kept.sem_post, given_up.sem_wait
-    for call, arguments in zip(calls, (3, 1, 1), strict=True):
-        call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
-    return Semaphores(*calls)
+def hearing() -> Call:
+    """libc's read(file, address, bytes), which gives the interpreter lock up."""
+    call = ctypes.CDLL(None).read
+    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    return call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +62,7 @@ class Calls:
     record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
     parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
     least `value`, where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy;
-    rest(microseconds): libc's usleep.
+    rest(microseconds): libc's usleep; ring and hear(file, address, bytes): libc's write and read (see `cuda_bell`).
     """
 
     copy: Call
@@ -81,7 +74,8 @@ class Calls:
     hold: Call
     fetch: Call = field(default_factory=memory_copy)
     rest: Call = field(default_factory=sleep)
-    semaphores: Semaphores = field(default_factory=semaphores)
+    ring: Call = field(default_factory=ringing)
+    hear: Call = field(default_factory=hearing)
 
 
 class _Attributes(ctypes.Structure):

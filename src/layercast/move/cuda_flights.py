@@ -1,8 +1,8 @@
 """Flights on a device: a number that the device counts up to, and the threads that end them on the host.
 
 A lane counts the batches it has moved in a word of pinned memory (its *tally*). A flight has its number there as soon
-as it stands in the lane's queue, and from then on any stream can be made to wait for it: nothing of it need have been
-handed to the device. It has *landed* once the count has come that far; the host learns of that when its whole wave
+as it stands in the lane's queue, where copies wait for it. A forward's stream may, once the device
+has been handed it. It has *landed* once the count has come that far; the host learns of that when its whole wave
 has. Does not know pieces, programs or gates.
 """
 
@@ -19,8 +19,9 @@ import numpy.typing as npt
 from layercast.errors import BrokenInvariant, DeadlineExceeded, LayercastError
 from layercast.landing import Landing
 from layercast.move.base import Flight
-from layercast.move.cuda_driver import Driver
-from layercast.move.cuda_issue import Pace
+from layercast.move.cuda_bell import Bell
+from layercast.move.cuda_driver import Call, Driver
+from layercast.move.cuda_issue import BELL, HANDED, PACE, TALLY_BYTES, Pace
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
@@ -69,33 +70,44 @@ class Events:
 class Tally:
     """A lane's count of the batches it has moved, as a 32-bit word that the device writes and anybody waits for.
 
-    Numbers only ascend and may wrap round: what is compared is the difference.
+    Beside it, in TALLY_BYTES of pinned memory, how many the device has been handed. Numbers only ascend and may wrap
+    round: what is compared is the difference. pace: (marks ahead, bytes from one to the next); None = none is kept.
     """
 
-    def __init__(self, address: int, pace: Pace | None = None) -> None:
+    def __init__(self, address: int, ring: Call, pace: tuple[int, int] | None = None) -> None:
         self.address = address
-        self.pace = pace
         self.queued = 0
         """Number of the last batch in the lane's queue."""
-        self._awaited = 0
-        """The last batch that a forward has been seen to wait for: up to it no pace is kept."""
-        self._word = words_at(address, 1)
-        self._word[0] = 0
+        self._bell = Bell(ring, singly=False)
+        words = words_at(address, TALLY_BYTES // 4)
+        words[:] = 0
+        self._word, self._handed = words[:1], words[HANDED // 4 :][:1]
+        words[BELL // 4 : PACE // 4] = np.array([self._bell.file, self._bell.one], np.int64).view(np.int32)
+        self.pace = 0
+        """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
+        if pace is not None:
+            self.pace = Pace(address + PACE, *pace).address
 
     def reached(self, number: int) -> bool:
         """Whether that many batches have moved. Never blocks."""
         return _reaches(int(self._word[0]), number)
 
-    def hurry(self, number: int) -> None:
-        """A forward waits for that batch: its inputs are there, so nothing else is in the way of the rest."""
-        if self.pace is not None:
-            self._awaited = number
-            self.pace.drop()
+    def handed(self, number: int, timeout_s: float) -> bool:
+        """Whether the device has been handed that many batches; waits up to `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not _reaches(int(self._handed[0]), number):
+            if not self._bell.heard(deadline - time.monotonic()):
+                return False
+        return True
 
-    def handed_over(self, number: int) -> None:
-        """The device has that batch."""
-        if self.pace is not None and _reaches(number, self._awaited):
-            self.pace.keep()
+    def passed_over(self, number: int) -> None:
+        """The device counts that batch though it has not been handed it, and never will be."""
+        self._handed[0] = np.uint32(number).view(np.int32)
+        self._bell.ring()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._bell.close()
 
 
 def _reaches(count: int, number: int) -> bool:
@@ -187,6 +199,13 @@ class CudaFlight:
         """Whether the device says that it is in place. Never blocks."""
         return self.wave.queued.is_set() and self.wave.tally.reached(self.number)
 
+    def handed(self, timeout_s: float) -> bool:
+        """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
+        deadline, wave = time.monotonic() + timeout_s, self.wave
+        if not wave.queued.wait(timeout_s):
+            return False
+        return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
+
     def promised(self, timeout_s: float) -> bool:
         """Wait until the device has it and has not refused it."""
         return self.wave.issued.wait(timeout_s) and self.error is None and not self.refusal
@@ -197,12 +216,13 @@ class CudaFlight:
         return int(self.wave.errors[self._index])
 
     def hold(self, stream: Callable[[], int], driver: Driver) -> None:
-        """Have the stream that `stream` names wait for it, if it has not moved yet. Only once the wave is queued."""
-        wave = self.wave
-        number = wave.number(self._index)
+        """Have the stream that `stream` names wait for it, if it has not moved yet.
+
+        Only once the device has it: a thread whose launches wait in a full queue keeps the driver to itself, and then
+        what they wait for could never be handed over.
+        """
+        wave, number = self.wave, self.number
         if not (wave.tally.reached(number) or self.done):
-            if not wave.issued.is_set():
-                wave.tally.hurry(number)
             driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
 

@@ -4,7 +4,7 @@ Neither knows what the flights copy.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.base import Flight, Gate
@@ -19,7 +19,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class CudaGate(CpuGate):
-    """The caller's stream waits for the copies; the caller itself only until they stand in a device's queue.
+    """The caller's stream waits for the copies; the caller itself only until the device has been handed them.
 
     A flight that is not the device's (bytes from a peer) is waited for by the caller, as on a CPU.
     """
@@ -31,12 +31,12 @@ class CudaGate(CpuGate):
         self._flights: dict[int, list[CudaFlight]] = {}
 
     def arm(self, flights: Mapping[int, int]) -> None:
-        """Close each layer's gate until that many flights stand in a queue, or have ended.
+        """Close each layer's gate until a device has been handed that many flights, or they have ended.
 
         Raises BadTransition while one is closed.
         """
         with self._changed:
-            closed = [layer for layer, ours in self._flights.items() if any(_parked(flight) for flight in ours)]
+            closed = [layer for layer, ours in self._flights.items() if not _handed(ours)]
             if closed:
                 raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
             super().arm(flights)
@@ -69,7 +69,7 @@ class CudaGate(CpuGate):
         epoch, blocked = self._epoch, 0.0
         closed = layer in self._missing
         flights = self._flights.get(layer, ())
-        if closed or any(map(_parked, flights)):
+        if closed or not _handed(flights):
             start = time.monotonic()
             super().wait(layer, timeout_s)
             flights = self._flights.get(layer, ())
@@ -88,10 +88,9 @@ class CudaGate(CpuGate):
             super().reset()
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
-        while _parked(flight) and epoch == self._epoch and (left := deadline - time.monotonic()) > 0:
-            flight.wave.queued.wait(min(left, _LOOK_AGAIN_S))
-        if _parked(flight) and epoch == self._epoch:
-            raise DeadlineExceeded(f"layer {layer}: a copy has not been issued in time")
+        while not flight.handed(max(0.0, min(deadline - time.monotonic(), _LOOK_AGAIN_S))) and epoch == self._epoch:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"layer {layer}: a copy has not been issued in time")
 
 
 class FlagGate(Gate):
@@ -151,5 +150,5 @@ class FlagGate(Gate):
             self._flags[layer] = 1
 
 
-def _parked(flight: CudaFlight) -> bool:
-    return not (flight.wave.queued.is_set() or flight.done)
+def _handed(flights: Sequence[CudaFlight]) -> bool:
+    return all(flight.handed(0) for flight in flights)

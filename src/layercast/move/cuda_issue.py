@@ -27,15 +27,18 @@ class Issue(NamedTuple):
     sides of them was pinned by itself. first: what the batches' numbers are counted from.
     """
     attend: Callable[[Ints, int], None]
-    """attend(desk, nth): wait for the desk's semaphore, then run the program that is laid out there, if it is the nth.
+    """attend(desk, nth): wait for the desk's bell, then run the program that is laid out there, if it is the nth.
 
-    desk: int64 [DESK_WORDS], a semaphore and from LAID on: nth, longest, first, and address and length of the table,
-    the cuts and the errors.
+    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, longest, first, and
+    address and length of the table, the cuts and the errors.
     """
 
 
-LAID, DESK_WORDS = 4, 13
-"""Where a desk's numbers begin, behind its semaphore, and how many words it has."""
+LAID, DESK_WORDS = 2, 11
+"""Where a desk's numbers begin, behind its bell, and how many words it has."""
+HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
+"""A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
+been handed, a bell's file and the address of what rings it, which it is behind each batch, and a pace."""
 MOST, CALL_BYTES = 128, 8 << 20
 """Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
 NAP_US, NAPS = 10, 20000
@@ -56,25 +59,15 @@ class Pace:
 
     def __init__(self, address: int, ahead: int, nbytes: int) -> None:
         self.address = address
-        self._ahead = ahead
         words = words_at(address, 2 * PACE_WORDS)
         words[:] = 0
-        self._words = words[::2]
-        self._words[_DUE] = nbytes
-        self.keep()
-
-    def keep(self) -> None:
-        """From now on."""
-        self._words[_AHEAD] = self._ahead
-
-    def drop(self) -> None:
-        """Hand over what is left as fast as may be."""
-        self._words[_AHEAD] = _LOW >> 1
+        words[::2][_AHEAD], words[::2][_DUE] = ahead, nbytes
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), _note), _note)
+    counted = _counting(calls)
+    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), counted, _note), counted, _note)
     return Issue(loop, _attending(calls, loop))
 
 
@@ -88,10 +81,10 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
 
     hand_over, note = njit(_handing(calls, attributes, njit(_paced(calls)))), njit(_note)
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
-    loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
-    attend, desk = njit(nogil=True)(_attending(calls, loop)), np.zeros(DESK_WORDS, np.int64)
-    calls.semaphores.make(desk.ctypes.data, 0, 1)
-    attend(desk, 1)
+    counted = njit(_counting(calls))
+    loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, counted, note)), counted, note))
+    attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
+    attend(desk, 0)
     loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
     return Issue(loop, attend)
 
@@ -143,7 +136,6 @@ def _paced(calls: Calls) -> Callable[[int, int, int], int]:
             while code == 0 and ((state[marked] - state[passed]) & low) >= state[ahead] and looks < naps:
                 rest(nap_us)
                 fetch(at, pace, 8)
-                fetch(at + 8 * ahead, pace + 8 * ahead, 8)
                 looks += 1
         fetch(pace + 8 * marked, at + 8 * marked, 16)
         return code
@@ -248,13 +240,30 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
     return run
 
 
-def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]) -> Callable[..., None]:
+def _counting(calls: Calls) -> Callable[[int, int, int], int]:
+    """(stream, tally, number) -> error code: the device counts a batch, and whoever listens hears that it will."""
+    write, fetch, ring, low, handed, bell = calls.write, calls.fetch, calls.ring, _LOW, HANDED, BELL
+
+    def run(stream: int, tally: int, number: int) -> int:
+        code, told = write(stream, tally, number & low, 0), np.empty(2, np.int64)
+        told[0] = number & low
+        fetch(tally + handed, told.ctypes.data, 8)
+        fetch(told.ctypes.data, tally + bell, 16)
+        ring(told[0], told[1], 8)
+        return code
+
+    return run
+
+
+def _batches(
+    calls: Calls, copies: Callable[..., int], counted: Callable[[int, int, int], int], note: Callable[..., None]
+) -> Callable[..., None]:
     """(a row of copies, columns, cuts, call, errors, first): batch by batch, each counted behind its copies."""
-    fetch, write, width, low = calls.fetch, calls.write, len(COLUMNS), _LOW
+    fetch, width = calls.fetch, len(COLUMNS)
 
     def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints, first: int) -> None:
         pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
-        batches, word, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
+        batches, tally, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
         shift = np.empty(2, np.int64)
         for nth in range(width):
             fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, row[1 + nth], 8 * pieces)
@@ -265,8 +274,8 @@ def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]
                 code = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, pace)
             if code != 0:
                 note(errors, whose, code)
-            if word != 0:
-                code = write(stream, word, (first + number + nth) & low, 0)
+            if tally != 0:
+                code = counted(stream, tally, first + number + nth)
                 if code != 0:
                     note(errors, -1, code)
 
@@ -274,13 +283,13 @@ def _batches(calls: Calls, copies: Callable[..., int], note: Callable[..., None]
 
 
 def _loop(
-    calls: Calls, batches: Callable[..., None], note: Callable[..., None]
+    calls: Calls, batches: Callable[..., None], counted: Callable[[int, int, int], int], note: Callable[..., None]
 ) -> Callable[[Ints, int, Ints, Ints, int], None]:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
     is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
-    most, width, low = MOST, len(COLUMNS), _LOW
+    most, width = MOST, len(COLUMNS)
 
     def run(table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> None:
         call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
@@ -295,7 +304,7 @@ def _loop(
             elif op == is_wait:
                 code = wait(a, b, 0)
             elif op == is_count:
-                code = write(a, b, (first + c) & low, 0)
+                code = counted(a, b, first + c)
             elif op > is_wait:
                 code = write(a, b, c, 0)
             elif owner >= 0 and errors[owner] != 0:
@@ -312,10 +321,10 @@ def _loop(
 
 def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int], None]:
     """See `Issue.attend`."""
-    fetch, wait, width, laid = calls.fetch, calls.semaphores.wait, WIDTH, LAID
+    fetch, hear, width, laid = calls.fetch, calls.hear, WIDTH, LAID
 
     def attend(desk: Ints, nth: int) -> None:
-        while wait(desk.ctypes.data) != 0:
+        while hear(desk[0], desk.ctypes.data + 8, 8) < 0 <= desk[0]:
             pass  # a signal
         if desk[laid] == nth:
             longest, first, rows, seams, count = (

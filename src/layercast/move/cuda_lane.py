@@ -18,7 +18,7 @@ from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
-from layercast.move.cuda_issue import PACE_WORDS, Pace
+from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
@@ -112,8 +112,7 @@ class Lane:
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        words = driver.host_memory(8 * (1 + PACE_WORDS))
-        self.tally = Tally(words, Pace(words + 8, *PACES[direction]) if direction in PACES else None)
+        self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
         self._tail, self._filled = driver.event(), driver.event()
         self._tables: Tables | None = None
         if kernel is not None:
@@ -130,6 +129,7 @@ class Lane:
             self.driver.drop_event(tables.free)
         for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
+        self.tally.close()
         self.driver.drop_host_memory(self.tally.address)
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
@@ -159,7 +159,7 @@ class Lane:
         Of what is staged only the second half waits: the first one
         fills slots, which say themselves when they are free.
         """
-        program.pace = 0 if self.tally.pace is None else self.tally.pace.address
+        program.pace = self.tally.pace
         program.wait(self._last(way), self._tail)
         if way is not Way.ENGINE:
             self.staging.nth_tables += 1
@@ -189,7 +189,7 @@ class Lane:
         """
         if way is Way.ENGINE:
             batched = pinned and self.driver.batches
-            program.copies(batches, self.copy, batched=batched, word=self.tally.address, number=number)
+            program.copies(batches, self.copy, batched=batched, tally=self.tally.address, number=number)
             return self.copy
         stream = self._last(way)
         for nth, rows in enumerate(self._moves(program, batches, way)):
@@ -205,6 +205,7 @@ class Lane:
         self.driver.check("cuStreamWaitEvent", self.driver.calls.wait(self.copy, self._tail, 0))
         self.driver.stream_writes_value(self.copy, self.tally.address, number)
         self.driver.record(self._tail, self.copy)
+        self.tally.passed_over(number)
 
     def finish(self, program: Program, way: Way, started: int, stream: int) -> None:
         """The last rows of a program, and the upload of its tables, by the stream that reads them, before the first."""

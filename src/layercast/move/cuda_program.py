@@ -49,15 +49,15 @@ class Program:
         """The rows as an int64 array [rows, WIDTH]."""
         return np.array(self.rows, np.int64).reshape(-1, WIDTH)
 
-    def copies(self, batches: Sequence[Pieces], stream: int, *, batched: bool, word: int = 0, number: int = 0) -> None:
+    def copies(self, batches: Sequence[Pieces], stream: int, *, batched: bool, tally: int = 0, number: int = 0) -> None:
         """Batches that share all their arrays, in calls of many where the driver can (`batched`).
 
-        The owners are `owner` and those after it. word: where the stream counts the first batch as `number`, the next
+        The owners are `owner` and those after it. tally: where the stream counts the first batch as `number`, the next
         one as one more, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
         shifts = self.hold(np.array([batch.shift for batch in batches], np.int64))
-        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), word, number, self.pace)
+        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), tally, number, self.pace)
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
         """Where the arrays of pieces lie, and how many pieces there are."""
@@ -95,9 +95,9 @@ class Program:
         """The stream sets a 32-bit word."""
         self._add(Op.WRITE, stream, address, value)
 
-    def count(self, stream: int, address: int, number: int) -> None:
-        """The stream sets a 32-bit word to a batch's number, counted from where the program comes to stand."""
-        self._add(Op.COUNT, stream, address, number)
+    def count(self, stream: int, tally: int, number: int) -> None:
+        """The stream counts a batch by its number, which starts from where the program comes to stand."""
+        self._add(Op.COUNT, stream, tally, number)
 
     def hold(self, array: Ints) -> int:
         """Keep an array as long as the program; its address."""

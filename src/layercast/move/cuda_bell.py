@@ -1,0 +1,48 @@
+"""Bells: how one thread wakes another that sleeps without the interpreter lock, either of them in compiled code.
+
+A bell is an event file of the kernel's, which counts rings. Does not know what the news is.
+"""
+
+import ctypes
+import os
+import select
+from contextlib import suppress
+
+from layercast.errors import Refused
+from layercast.move.cuda_driver import Call
+
+
+class Bell:
+    """Rung by any thread; heard ring by ring (`singly`), or all at once."""
+
+    __slots__ = ("_asked", "_one", "_ring", "file")
+
+    def __init__(self, ring: Call, *, singly: bool) -> None:
+        if not hasattr(os, "eventfd"):
+            raise Refused("this system has no event files, so nothing can wake the threads of a GPU; use Linux")
+        self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (os.EFD_SEMAPHORE if singly else os.EFD_NONBLOCK))
+        self._ring = ring
+        self._one = ctypes.c_uint64(1)
+        self._asked = select.poll()
+        self._asked.register(self.file, select.POLLIN)
+
+    @property
+    def one(self) -> int:
+        """The address of what is written to the file to ring it: 8 bytes."""
+        return ctypes.addressof(self._one)
+
+    def ring(self) -> None:
+        """Wake who listens, or will. Keeps the interpreter lock."""
+        self._ring(self.file, self.one, 8)
+
+    def heard(self, timeout_s: float) -> bool:
+        """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not for `singly`."""
+        rung = bool(self._asked.poll(max(0.0, 1000 * timeout_s)))
+        if rung:
+            with suppress(BlockingIOError):  # another who listens was first
+                os.read(self.file, 8)
+        return rung
+
+    def close(self) -> None:
+        """Give the file back; nobody rings or listens any more."""
+        os.close(self.file)
