@@ -65,15 +65,15 @@ class Moves(Ours):
     def _moved(self, prefix, new, tokens):
         base = self.tokens(prefix)
         ids, kept, ended = [*base, *self.tokens(new)], {}, self.scheduler_side.outcomes
-        self.saved.clear()
         ended.clear()
+        self.lines.clear()
         for prompt in (base, ids):
+            self.saved.clear()
             self.answer(prompt)
             self.idle(0.3)
-            kept |= self._bytes(self.saved)
+            kept |= self._bytes(self.saved)  # now: blocks that are free may be others' by the next answer
         near = [self.answer(ids, tokens)[1] for _ in range(2)]
         self._emptied()
-        outcomes = list(ended)
         self.loaded.clear()
         self.answer(ids)
         loaded = self._bytes(self.loaded)
@@ -81,7 +81,7 @@ class Moves(Ours):
         far = self.answer(ids, tokens)[1]
         self.settle(0.3)
         self.forget()
-        outcomes += ended
+        outcomes = list(ended)
         first, second, last = (reply.outputs[0].token_ids for reply in (*near, far))
         return {
             "bytes": [self._compared(kept, loaded, group) for group in range(len(self.tensors))],
@@ -91,7 +91,7 @@ class Moves(Ours):
             "cached": [reply.num_cached_tokens for reply in (*near, far)],
             "loads": [counts(end) for end in outcomes if hasattr(end, "end")],
             "saves": [counts(end) for end in outcomes if hasattr(end, "saved")],
-            "receipt": [f"{r.layout} {r.mode} window {r.window}" for r in receipts_in(self.lines[-2:], "")],
+            "receipts": [f"{r.layout}: {r.sentence}" for r in receipts_in(self.lines, "") if r.loaded_tokens],
         }
 
     def _compared(self, kept, loaded, group):
