@@ -3,8 +3,8 @@
     python bench/vllm_engine.py '{"model": FOLDER, "kv": KVTransferConfig or null, "blocks": 6000, ...}'
 
 Orders: {"do": "hits", "prefix": P, "new": N, "reps": R}, and likewise the other public methods below; "end" ends it.
-Weights are random normal values from a fixed seed, drawn on the device after the engine is up: no dummy values, so what
-is not loaded right shows in the tokens. Used by bench_vllm_gpu.py, which knows the cases.
+Weights are random normal values from a fixed seed, drawn where vLLM would make dummy ones: what is not loaded right
+shows in the tokens. Used by bench_vllm_gpu.py and families_vllm_gpu.py, which know the cases.
 """
 
 import json
@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 WAIT_S = 20.0
 
@@ -36,12 +37,12 @@ def part(values, share):
 
 
 def draw_weights(module, seed=7):
-    """Random weights that keep activations near 1 from layer to layer."""
+    """Random weights that keep activations near 1 from layer to layer, and a state for some hundred tokens."""
     device = next(module.parameters()).device
     draw = torch.Generator(device=device).manual_seed(seed)
     for name, weights in module.named_parameters():
         if weights.ndim < 2:
-            weights.data.fill_(1.0 if "norm" in name else 0.0)
+            weights.data.fill_(1.0 if "norm" in name else -0.01 if name.endswith(".A") else 0.0)
         else:
             scale = 1.0 if "embed" in name else weights.shape[-1] ** -0.5
             for row in weights.data.split(8192):
@@ -52,6 +53,7 @@ class Engine:
     def __init__(self, case):
         more = {"kv_transfer_config": KVTransferConfig(**case["kv"])} if case["kv"] else {}
         start = time.perf_counter()
+        DummyModelLoader.load_weights = lambda loader, model, config: draw_weights(model)
         settings = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -68,7 +70,6 @@ class Engine:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        draw_weights(self.runner.model)
         self.device = next(self.runner.model.parameters()).device
         self.draw, self.number = torch.Generator().manual_seed(case.get("seed", 1)), 0
         self.vocabulary = self.core.vllm_config.model_config.get_vocab_size()
@@ -314,11 +315,16 @@ class Engine:
 
 def main():
     case = json.loads(sys.argv[1])
+    if case.get("moves"):
+        from vllm_moves import Moves as Ours
+        from vllm_moves import lift
+    elif case.get("layercast"):
+        from vllm_layercast import Ours
     sys.stdin.readline()  # the word to begin: imports are over
+    if case.get("lift"):
+        lift()
     engine = Engine(case)
     if case.get("layercast"):
-        from vllm_layercast import Ours
-
         engine = Ours(engine)
     print("REPLY " + json.dumps(engine.facts()), flush=True)
     for line in sys.stdin:

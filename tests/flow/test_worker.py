@@ -252,6 +252,14 @@ def test_the_saves_of_a_step_move_together_and_are_told_one_by_one():
         assert [o.pieces for o in outcomes] == [sum(int(pieces.count.sum()) for pieces in mover.log), 0]
 
 
+@pytest.mark.parametrize(("settings", "windows"), [({}, LAYERS), ({"use_layerwise": False}, 1)])
+def test_saves_move_a_window_at_a_time_and_all_at_once_in_bulk(settings, windows):
+    with worker_of(**settings) as (worker, _, mover):
+        report = forward(worker.begin(StepOrders(0, saves=(save("a", [0, 1], [4, 5]),))))
+        (outcome,) = [*report.saves, *settle(worker).saves]
+        assert (outcome.saved, outcome.layers, len(mover.log)) == (True, LAYERS, windows)
+
+
 @pytest.mark.parametrize(("slots", "blocks"), [([9999], [0]), ([0], [BLOCKS]), ([0, 0], [1, 2])])
 def test_a_save_of_blocks_that_can_not_be_fails_and_holds_nobody_up(slots, blocks):
     with worker_of(host_bytes=1 << 16) as (worker, _, mover):

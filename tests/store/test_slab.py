@@ -1,6 +1,7 @@
 import mmap
 import resource
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.errors import BadBlocks, OutOfMemory, Refused
+from layercast.plan.pieces import route_between
 from layercast.spec.groups import Group, GroupKind, GroupSpec, Layout
 from layercast.spec.planes import Dim, Plane, PlaneKind
 from layercast.store import slab as slab_room
@@ -126,6 +128,46 @@ def test_the_layout_has_the_engines_planes_layer_major_inside_the_mapping():
                 assert first.block_stride == mine.layer_bytes(layer)
                 end = last.end
         assert end <= base + len(slab.owner)
+
+
+def block_major(layers, elements, blocks):
+    """An engine that keeps the layers of a block together, in this order, before those of the next block."""
+    size = 2 * elements
+    planes = [
+        Plane(
+            f"kv.{layer}",
+            layer,
+            PlaneKind.KV,
+            "float16",
+            (1 << 40) + at * size,
+            blocks,
+            len(layers) * size,
+            (Dim("x", elements, 2),),
+        )
+        for at, layer in enumerate(layers)
+    ]
+    return Layout((Group(GroupSpec("full", GroupKind.FULL, 16, tuple(layers)), tuple(planes)),))
+
+
+@given(st.permutations(range(5)), st.integers(1, 700), st.integers(1, 9), st.randoms())
+def test_a_block_whose_layers_lie_together_is_one_piece_to_its_slot(layers, elements, blocks, random):
+    """Of all layers; and every byte of every slot has its own place there too."""
+    engine = block_major(layers, elements, blocks)
+    with closing(Slab.create(engine, MIB)) as slab:
+        (mine,), (theirs,) = slab.layout.groups, engine.groups
+        taken = sorted((p.base + slot * p.block_stride, p.span) for p in mine.planes for slot in range(mine.blocks))
+        assert all(start + size <= after for (start, size), (after, _) in pairwise(taken))
+        base = np.frombuffer(slab.owner, np.uint8).ctypes.data
+        assert base <= taken[0][0]
+        assert sum(taken[-1]) <= base + len(slab.owner)
+        slots = random.sample(range(mine.blocks), min(blocks, mine.blocks))
+        ids = random.sample(range(blocks), len(slots))
+        pieces = route_between(theirs, mine).plan(ids, slots).window(range(5))
+        assert int(pieces.count.sum()) <= len(ids)
+        assert pieces.nbytes == len(ids) * theirs.block_bytes
+        data = bytes(range(256)) * (2 * elements // 256 + 1)
+        slab.write(0, slots[0], layers[0], data[: 2 * elements])
+        assert slab.read(0, slots[0], layers[0]) == data[: 2 * elements]
 
 
 def test_every_page_is_in_memory_before_the_first_save():

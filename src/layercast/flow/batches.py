@@ -76,7 +76,7 @@ class Ways:
     def save_window(self) -> int:
         """Layers that are saved together, 0 for all. A device is handed a step's saves at its end, so that a few parts
         of it overlap with compute as well as a part a layer does, for less of the forward's time."""
-        window = self.config.layerwise_window
+        window = self.config.layerwise_window if self.config.use_layerwise else 0
         return max(window, -(-len(self.layers) // SAVE_PARTS)) if self.on_device and window else window
 
     @property

@@ -6,6 +6,7 @@ staging buffer. Copies go between two layouts with equal content. Does not know 
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from itertools import pairwise
 
 import msgspec
 
@@ -56,6 +57,18 @@ class Group(msgspec.Struct, frozen=True):
     def blocks(self) -> int:
         """Number of blocks that every plane of the group has."""
         return min(plane.blocks for plane in self.planes)
+
+    @property
+    def block_major(self) -> bool:
+        """Whether all layers of a block lie one after the other, before those of the next block."""
+        planes = sorted(self.planes, key=lambda plane: plane.base)
+        first, last = planes[0], planes[-1]
+        return (
+            len(self.spec.layers) > 1
+            and all(one.base + one.span <= other.base for one, other in pairwise(planes))
+            and all(plane.block_stride == first.block_stride for plane in planes)
+            and last.base + last.span <= first.base + first.block_stride
+        )
 
     def planes_of(self, layer: int) -> tuple[Plane, ...]:
         """The planes of one layer."""
@@ -125,18 +138,17 @@ def _group(spec: GroupSpec, planes: list[Plane]) -> Group:
     return Group(spec, tuple(sorted(planes, key=lambda plane: plane.layer)))
 
 
-def packed_like(group: Group, bases: dict[int, int], slots: int) -> Group:
+def packed_like(group: Group, bases: dict[int, int], slots: int, stride: int | None = None) -> Group:
     """The group's planes laid out densely, `[slot][plane bytes]` in each layer, starting at `bases[layer]`.
 
     Inside a block each plane keeps the axis order of its source memory, so that whole blocks copy as one run.
+    stride: bytes from a slot to the next, where not those of one layer.
     """
     planes = []
     for layer in group.layers:
-        stride, at = group.layer_bytes(layer), bases[layer]
+        step, at = stride or group.layer_bytes(layer), bases[layer]
         for plane in group.planes_of(layer):
-            planes.append(
-                msgspec.structs.replace(plane, base=at, blocks=slots, block_stride=stride, dims=_dense(plane))
-            )
+            planes.append(msgspec.structs.replace(plane, base=at, blocks=slots, block_stride=step, dims=_dense(plane)))
             at += plane.block_bytes
     return Group(group.spec, tuple(planes))
 

@@ -87,7 +87,8 @@ class Slab:
         if not 0 <= slot < owner.blocks:
             raise BadBlocks(f"{owner.name}: slot {slot} is outside [0, {owner.blocks})")
         nbytes = owner.layer_bytes(layer)
-        start = owner.planes_of(layer)[0].base - self._base + slot * nbytes
+        first = owner.planes_of(layer)[0]
+        start = first.base - self._base + slot * first.block_stride
         return slice(start, start + nbytes)
 
 
@@ -141,14 +142,23 @@ def _mapping_bytes(groups: tuple[Group, ...], slots: tuple[int, ...]) -> int:
 
 
 def _placed(layout: Layout, slots: tuple[int, ...], base: int) -> Layout:
-    """The groups one after the other from `base` on, each layer's slots together."""
+    """The groups one after the other from `base` on, each layer's slots together.
+
+    Where the engine has all layers of a block together, so has a slot, in the same order: a window of several layers
+    is one piece a block only if it is so on both sides.
+    """
     groups = []
     for group, count in zip(layout.groups, slots, strict=True):
-        bases = {}
-        for layer in group.layers:
-            bases[layer] = base
-            base += _rounded(group.layer_bytes(layer) * count, ALIGNMENT)
-        groups.append(packed_like(group, bases, count))
+        bases, stride, end = {}, None, base
+        if group.block_major:
+            stride, end = group.block_bytes, base + _rounded(group.block_bytes * count, ALIGNMENT)
+            for layer in sorted(group.layers, key=lambda layer: group.planes_of(layer)[0].base):
+                bases[layer], base = base, base + group.layer_bytes(layer)
+        else:
+            for layer in group.layers:
+                bases[layer], end = end, end + _rounded(group.layer_bytes(layer) * count, ALIGNMENT)
+        base = end
+        groups.append(packed_like(group, bases, count, stride))
     return Layout(tuple(groups))
 
 
