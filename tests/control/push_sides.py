@@ -14,7 +14,6 @@ from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
 from layercast.testing.faults import FakeClock
 from layercast.testing.oracle import ByteEngine
-from layercast.transport.memory import MemoryHub, MemoryTransport
 from layercast.transport.socket import SocketTransport
 from layercast.transport.wire import Message, encoded, greet
 
@@ -43,10 +42,10 @@ class Side:
 
 
 @contextmanager
-def sides(prefill_model="m", sockets=False, **settings):
-    hub, clock = MemoryHub(), FakeClock()
-    ends = [SocketTransport(SECRET) if sockets else MemoryTransport(hub, SECRET) for _ in range(2)]
-    prefill, decode = Side(ends[0], clock, prefill_model, **settings), Side(ends[1], clock, **settings)
+def sides(prefill_model="m", **settings):
+    clock = FakeClock()
+    prefill = Side(SocketTransport(SECRET), clock, prefill_model, **settings)
+    decode = Side(SocketTransport(SECRET), clock, **settings)
     try:
         yield prefill, decode, clock
     finally:
