@@ -12,7 +12,7 @@ from layercast.flow.orders import PushOrder, RemotePairs
 from layercast.move.cpu import CpuMover
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
-from layercast.testing.faults import FakeClock
+from layercast.testing.clock import FakeClock
 from layercast.testing.oracle import ByteEngine
 from layercast.transport.socket import SocketTransport
 from layercast.transport.wire import Message, encoded, greet

@@ -1,80 +1,33 @@
-"""Stores that take and give an object whole: their room and leases, and their batches to write and to read.
+"""Batches of objects that a store takes and gives whole: buffered until the commit, and kept from one read to the next.
 
-Do not know where objects lie.
+Does not know where objects lie: a store says how it takes them, and how it gets them.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from threading import Lock
+from collections.abc import Callable, Iterable, Sequence
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
-from layercast.store.base import Buffer, ReadHandle, Store, WriteHandle
-from layercast.store.coverage import Coverage
-from layercast.store.ledger import Ledger, check_batch, check_range
-
-
-class BufferedStore(Store):
-    """At most `capacity` bytes of objects, those being written included. clock: seconds, never going back."""
-
-    def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self._lock = Lock()
-        self._ledger = Ledger(capacity, clock)
-        self._closed = False
-
-    @abstractmethod
-    def _drop(self, key: bytes) -> None:
-        """Remove an object and forget it. Lock held."""
-
-    def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
-        """See `Store.open_write`."""
-        check_batch(keys, sizes)
-        with self._lock:
-            self._check_open()
-            for key in self._ledger.room_for(sum(sizes)):
-                self._drop(key)
-            self._ledger.used += sum(sizes)
-        return BufferedWrite(self, tuple(keys), tuple(sizes))
-
-    def evict(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store.evict`."""
-        with self._lock:
-            self._check_open()
-            for key in keys:
-                if not self._ledger.held(key):
-                    with suppress(OSError):  # whether it is gone is asked below
-                        self._drop(key)
-        return [not there for there in self.present(keys)]
-
-    @abstractmethod
-    def admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:
-        """Make whole objects visible, and end the room taken for them, whether that succeeds or not."""
-
-    def give_back(self, size: int) -> None:
-        """End the room of a batch that is not written any more."""
-        with self._lock:
-            self._ledger.used -= size
-
-    def let_go(self, handle: "BufferedRead", keys: Sequence[bytes]) -> None:
-        """End a read's lease."""
-        with self._lock:
-            self._ledger.end(handle, keys)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BadTransition("the store is closed; open another one")
+from layercast.store.base import Buffer, ReadHandle, WriteHandle
 
 
 class BufferedWrite(WriteHandle):
-    """Buffers of a batch, and which of their bytes are written."""
+    """Buffers of a batch, and which of their bytes are written: what a commit counts, whatever a store reports.
 
-    def __init__(self, store: BufferedStore, keys: tuple[bytes, ...], sizes: tuple[int, ...]) -> None:
-        self._store = store
-        self._keys = keys
-        self._sizes = sizes
+    admit: makes whole objects visible and ends their room; give_back: ends it where they do not come.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        admit: Callable[[Sequence[bytes], Sequence[bytearray]], None],
+        give_back: Callable[[], None],
+    ) -> None:
+        self._keys = tuple(keys)
+        self._sizes = tuple(sizes)
         self._objects = [bytearray(size) for size in sizes]
-        self._coverage = [Coverage(size) for size in sizes]
+        self._written: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        self._admit = admit
+        self._give_back = give_back
         self._open = True
 
     def write(self, index: int, offset: int, data: Buffer) -> None:
@@ -82,29 +35,30 @@ class BufferedWrite(WriteHandle):
         self._check_open()
         view = memoryview(data).cast("B")
         end = offset + len(view)
-        check_range(self._sizes, index, offset, end)
+        _check_range(self._sizes, index, offset, end)
         self._objects[index][offset:end] = view
-        self._coverage[index].add(offset, end)
+        self._written[index].append((offset, end))
 
     def commit(self) -> None:
         """See `WriteHandle.commit`."""
         self._check_open()
-        torn = [index for index, coverage in enumerate(self._coverage) if not coverage.whole]
+        counts = [covered(ranges) for ranges in self._written]
+        torn = [index for index, size in enumerate(self._sizes) if counts[index] < size]
         if torn:
             self.revoke()
-            first = self._coverage[torn[0]]
+            first = torn[0]
             raise Refused(
-                f"{len(torn)} of {len(self._keys)} objects are not whole ({self._keys[torn[0]].hex()}: {first.covered} "
-                f"of {first.size} bytes written); the write is revoked"
+                f"{len(torn)} of {len(self._keys)} objects are not whole ({self._keys[first].hex()}: {counts[first]} "
+                f"of {self._sizes[first]} bytes written); the write is revoked"
             )
         self._open = False
-        self._store.admit(self._keys, self._objects)
+        self._admit(self._keys, self._objects)
 
     def revoke(self) -> None:
         """See `WriteHandle.revoke`."""
         if self._open:
             self._open = False
-            self._store.give_back(sum(self._sizes))
+            self._give_back()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -112,21 +66,24 @@ class BufferedWrite(WriteHandle):
 
 
 class BufferedRead(ReadHandle):
-    """Objects of a batch, got whole from `fetch(index)`, until the deadline. The last one read is kept meanwhile."""
+    """Objects of a batch, got whole from `fetch(index)`, until `deadline`. The last one read is kept meanwhile.
+
+    clock: seconds, that of the deadline. let_go: ends the lease.
+    """
 
     def __init__(
         self,
-        store: BufferedStore,
-        keys: tuple[bytes, ...],
         sizes: tuple[int, ...],
         deadline: float,
+        clock: Callable[[], float],
         fetch: Callable[[int], Buffer],
+        let_go: Callable[[], None],
     ) -> None:
-        self._store = store
-        self._keys = keys
         self._sizes = sizes
-        self.deadline = deadline
+        self._deadline = deadline
+        self._clock = clock
         self._fetch = fetch
+        self._let_go = let_go
         self._last: tuple[int, Buffer] | None = None
         self._open = True
 
@@ -142,7 +99,7 @@ class BufferedRead(ReadHandle):
         self._check_lease()
         view = memoryview(buffer).cast("B")
         end = offset + len(view)
-        check_range(self._sizes, index, offset, end)
+        _check_range(self._sizes, index, offset, end)
         if self._last is None or self._last[0] != index:
             self._last = None
             self._last = index, self._fetch(index)
@@ -153,10 +110,25 @@ class BufferedRead(ReadHandle):
         """See `ReadHandle.close`."""
         if self._open:
             self._open, self._last = False, None
-            self._store.let_go(self, self._keys)
+            self._let_go()
 
     def _check_lease(self) -> None:
         """A read that outlives its lease may have seen other bytes: checked before and after the copy."""
-        now = self._store.clock()
-        if now >= self.deadline:
-            raise DeadlineExceeded(f"the lease on {len(self._keys)} objects ended {now - self.deadline:.3f} s ago")
+        late = self._clock() - self._deadline
+        if late >= 0:
+            raise DeadlineExceeded(f"the lease on {len(self._sizes)} objects ended {late:.3f} s ago")
+
+
+def covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Bytes in the union of [start, end) ranges: one written twice counts once."""
+    count = reached = 0
+    for start, end in sorted(ranges):
+        count += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return count
+
+
+def _check_range(sizes: Sequence[int], index: int, offset: int, end: int) -> None:
+    """Refuse bytes outside of object `index`."""
+    if not 0 <= index < len(sizes) or not 0 <= offset <= end <= sizes[index]:
+        raise Refused(f"bytes [{offset}, {end}) of object {index}: outside of a batch of {len(sizes)} objects {sizes}")
