@@ -49,25 +49,18 @@ NOTE_LETTERS = 90
 class Panel(msgspec.Struct, frozen=True):
     """One picture of one run. title: the mode; note: what to see in it.
 
-    first_token_s: seconds from zero to the answer's start. zero_s: when the request came, None = the first span.
+    Times are seconds since the request. first_token_s: the answer's start.
     """
 
     title: str
     spans: tuple[Span, ...]
     note: str = ""
     first_token_s: float = 0.0
-    zero_s: float | None = None
-
-    @property
-    def start_s(self) -> float:
-        """The time that is drawn as 0."""
-        return self.zero_s if self.zero_s is not None else min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def length_s(self) -> float:
-        """Seconds from `start_s` to the last span's end, or to the first token."""
-        last = max((span.end_s for span in self.spans), default=0.0)
-        return max(last - self.start_s, self.first_token_s)
+        """Seconds to the last span's end, or to the first token."""
+        return max(self.first_token_s, *(span.end_s for span in self.spans), 0.0)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -95,7 +88,6 @@ def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
 
 def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
     """The panels, two a row, under a title and above a legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.patches import Patch
@@ -104,7 +96,6 @@ def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
     columns = min(2, len(panels))
     spacing = ConstrainedLayoutEngine(h_pad=0.10, w_pad=0.08, hspace=0.05)
     figure = Figure(figsize=(7.2 * columns, 1.7 + 3.9 * rows), dpi=120, layout=spacing)
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n", fontsize=15, fontweight="bold")
     figure.text(0.5, 1 - 0.47 / figure.get_figheight(), HOW_TO_READ, ha="center", va="top", fontsize=9.5, color="#444")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -126,7 +117,7 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
     for kind in _kinds([panel]):
         for span in (span for span in panel.spans if span.kind is kind):
             top, height = LANES.get(kind, COPY_LANE)
-            left, width = _ms(panel, span)
+            left, width = _ms(span)
             width = max(width, scale_ms / 400)  # a copy over a fast link must still be seen
             ax.broken_barh([(left, width)], (row_of[span.layer] + top, height), facecolors=COLOURS[kind], linewidth=0)
     if panel.first_token_s:
@@ -164,8 +155,9 @@ def _kinds(panels: Sequence[Panel]) -> list[SpanKind]:
     return [kind for kind in COLOURS if kind in present]
 
 
-def _ms(panel: Panel, span: Span) -> tuple[float, float]:
-    return (span.start_s - panel.start_s) * 1e3, (span.end_s - span.start_s) * 1e3
+def _ms(span: Span) -> tuple[float, float]:
+    """(start, length) of a span."""
+    return span.start_s * 1e3, (span.end_s - span.start_s) * 1e3
 
 
 def _check(panels: Sequence[Panel]) -> None:
@@ -210,7 +202,7 @@ def _figure(panel: Panel, scale_ms: float) -> str:
         for layer in panel.layers[::step]
     ]
     for span in sorted(panel.spans, key=lambda span: list(COLOURS).index(span.kind), reverse=True):
-        left, width = _ms(panel, span)
+        left, width = _ms(span)
         top, tall = LANES.get(span.kind, COPY_LANE)
         moved = f", {span.nbytes:,} bytes" if span.nbytes else ""
         tip = f"layer {span.layer}: {WORDS[span.kind]}, {left:.1f} to {left + width:.1f} ms ({width:.2f} ms{moved})"
