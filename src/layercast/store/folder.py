@@ -20,8 +20,8 @@ from threading import Lock
 import xxhash
 
 from layercast.errors import BadTransition, Corrupt, FolderLost, Full, LayercastError, Missing, Refused
-from layercast.store.base import ReadHandle, Store, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedWrite
+from layercast.store.base import Store
+from layercast.store.handles import ReadHandle, WriteHandle
 from layercast.store.ledger import Entry, Ledger
 
 MAGIC = b"layercast file 1"
@@ -74,7 +74,7 @@ class FolderStore(Store):
                 self._uncounted += total
         except OSError as error:
             raise _typed(error, self.folder) from error
-        return BufferedWrite(keys, sizes, self._admit, lambda: self._give_back(total))
+        return WriteHandle(keys, sizes, self._admit, lambda: self._give_back(total))
 
     def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
         """See `Store.open_read`. Another process may evict an object during the lease; then it is Missing."""
@@ -93,7 +93,7 @@ class FolderStore(Store):
             lease, clock = object(), self._ledger.clock
             deadline = clock() + lease_s
             self._ledger.lease(lease, keys[::-1], deadline)
-        return BufferedRead(
+        return ReadHandle(
             found,
             deadline,
             clock,

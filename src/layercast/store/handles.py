@@ -1,18 +1,21 @@
-"""Batches of objects that a store takes and gives whole: buffered until the commit, and kept from one read to the next.
+"""Batches of objects under way: to write, buffered until the commit; to read, kept from one range to the next.
 
-Does not know where objects lie: a store says how it takes them, and how it gets them.
+Objects are taken and given whole. Does not know where they lie: a store says how it takes them, and how it gets them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
-from layercast.store.base import Buffer, ReadHandle, WriteHandle
+
+Buffer = bytes | bytearray | memoryview
 
 
-class BufferedWrite(WriteHandle):
-    """Buffers of a batch, and which of their bytes are written: what a commit counts, whatever a store reports.
+class WriteHandle:
+    """Room for a batch of objects, until `commit` or `revoke`. As a context it revokes what was not committed.
 
-    admit: makes whole objects visible and ends their room; give_back: ends it where they do not come.
+    admit: makes whole objects visible at once and ends their room; give_back: ends it where they do not come.
     """
 
     def __init__(
@@ -31,7 +34,10 @@ class BufferedWrite(WriteHandle):
         self._open = True
 
     def write(self, index: int, offset: int, data: Buffer) -> None:
-        """See `WriteHandle.write`."""
+        """Put `data` at byte `offset` of object `index` of the batch. Ranges may come in any order, and again.
+
+        Raises Refused for a range outside the object, BadTransition after the end.
+        """
         self._check_open()
         view = memoryview(data).cast("B")
         end = offset + len(view)
@@ -40,7 +46,7 @@ class BufferedWrite(WriteHandle):
         self._written[index].append((offset, end))
 
     def commit(self) -> None:
-        """See `WriteHandle.commit`."""
+        """Make all objects visible at once. Raises Refused, having revoked, if a byte of one is not written."""
         self._check_open()
         counts = [covered(ranges) for ranges in self._written]
         torn = [index for index, size in enumerate(self._sizes) if counts[index] < size]
@@ -55,7 +61,7 @@ class BufferedWrite(WriteHandle):
         self._admit(self._keys, self._objects)
 
     def revoke(self) -> None:
-        """See `WriteHandle.revoke`."""
+        """Give the room back. Changes nothing after the end."""
         if self._open:
             self._open = False
             self._give_back()
@@ -64,11 +70,17 @@ class BufferedWrite(WriteHandle):
         if not self._open:
             raise BadTransition("this write has been committed or revoked; open another one")
 
+    def __enter__(self) -> Self:
+        return self
 
-class BufferedRead(ReadHandle):
-    """Objects of a batch, got whole from `fetch(index)`, until `deadline`. The last one read is kept meanwhile.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.revoke()
 
-    clock: seconds, that of the deadline. let_go: ends the lease.
+
+class ReadHandle:
+    """A batch of objects that stay until `deadline` (of `clock`, in seconds) or `close`. As a context it closes.
+
+    sizes: bytes of each object. fetch: gets one whole; the last one read is kept meanwhile. let_go: ends the lease.
     """
 
     def __init__(
@@ -79,7 +91,7 @@ class BufferedRead(ReadHandle):
         fetch: Callable[[int], Buffer],
         let_go: Callable[[], None],
     ) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self._deadline = deadline
         self._clock = clock
         self._fetch = fetch
@@ -87,19 +99,19 @@ class BufferedRead(ReadHandle):
         self._last: tuple[int, Buffer] | None = None
         self._open = True
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """See `ReadHandle.sizes`."""
-        return self._sizes
-
     def read(self, index: int, offset: int, buffer: bytearray | memoryview) -> None:
-        """See `ReadHandle.read`."""
+        """Fill `buffer` from byte `offset` of object `index`.
+
+        Raises Refused for a range outside the object, DeadlineExceeded once the lease has ended (also if it ended
+        during the read), Missing if the object is gone all the same, BadTransition after `close`, PeerLost. After an
+        error the buffer's content is undefined.
+        """
         if not self._open:
             raise BadTransition("this read has been closed; open another one")
         self._check_lease()
         view = memoryview(buffer).cast("B")
         end = offset + len(view)
-        _check_range(self._sizes, index, offset, end)
+        _check_range(self.sizes, index, offset, end)
         if self._last is None or self._last[0] != index:
             self._last = None
             self._last = index, self._fetch(index)
@@ -107,7 +119,7 @@ class BufferedRead(ReadHandle):
         self._check_lease()
 
     def close(self) -> None:
-        """See `ReadHandle.close`."""
+        """End the lease. A second call changes nothing."""
         if self._open:
             self._open, self._last = False, None
             self._let_go()
@@ -116,7 +128,13 @@ class BufferedRead(ReadHandle):
         """A read that outlives its lease may have seen other bytes: checked before and after the copy."""
         late = self._clock() - self._deadline
         if late >= 0:
-            raise DeadlineExceeded(f"the lease on {len(self._sizes)} objects ended {late:.3f} s ago")
+            raise DeadlineExceeded(f"the lease on {len(self.sizes)} objects ended {late:.3f} s ago")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 def covered(ranges: Iterable[tuple[int, int]]) -> int:

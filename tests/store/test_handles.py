@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.store.buffered import covered
+from layercast.store.handles import covered
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
 
