@@ -7,7 +7,7 @@ import html
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -175,7 +175,7 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
     _check(panels)
     scales = scales_ms(panels)
     legend = "".join(
-        f'<label><input type="checkbox" checked data-kind="{kind}"><i class="{kind}"></i>{WORDS[kind]}</label>'
+        f'<label><input type="checkbox" checked id="{kind}"><i class="{kind}"></i>{WORDS[kind]}</label>'
         for kind in _kinds(panels)
     )
     figures = "".join(_figure(panel, scale) for panel, scale in zip(panels, scales, strict=True))
@@ -185,10 +185,15 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
             how=HOW_TO_READ,
             legend=legend,
             figures=figures,
-            colours="".join(f".{kind}{{fill:{colour};background:{colour}}}" for kind, colour in COLOURS.items()),
-            script=_SCRIPT,
+            kinds="\n".join(_style(kind, colour) for kind, colour in COLOURS.items()),
         )
     )
+
+
+def _style(kind: SpanKind, colour: str) -> str:
+    """The colour of a kind, which is shown as long as its box in the legend is ticked."""
+    shown = f".{kind}{{fill:{colour};background:{colour}}}"
+    return f"{shown}body:has(#{kind}:not(:checked)) rect.{kind}{{display:none}}"
 
 
 def _figure(panel: Panel, scale_ms: float) -> str:
@@ -208,7 +213,8 @@ def _figure(panel: Panel, scale_ms: float) -> str:
         tip = f"layer {span.layer}: {WORDS[span.kind]}, {left:.1f} to {left + width:.1f} ms ({width:.2f} ms{moved})"
         parts.append(
             f'<rect class="{span.kind}" x="{_LEFT + left * per_ms:.2f}" y="{(row_of[span.layer] + top) * _ROW:.2f}" '
-            f'width="{max(width * per_ms, 1.5):.2f}" height="{tall * _ROW:.2f}" data-tip="{html.escape(tip)}"/>'
+            f'width="{max(width * per_ms, 1.5):.2f}" height="{tall * _ROW:.2f}">'
+            f"<title>{html.escape(tip)}</title></rect>"
         )
     if panel.first_token_s:
         at = _LEFT + panel.first_token_s * 1e3 * per_ms
@@ -224,7 +230,7 @@ def _figure(panel: Panel, scale_ms: float) -> str:
 
 def _axis(scale_ms: float, per_ms: float, height: int) -> str:
     step = next((s * 10**e for e in range(-2, 8) for s in (1, 2, 5) if scale_ms / (s * 10**e) <= 8), scale_ms or 1.0)
-    ticks: list[Any] = []
+    ticks = []
     for number in range(int(scale_ms / step) + 1):
         x = _LEFT + number * step * per_ms
         ticks.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
@@ -232,23 +238,6 @@ def _axis(scale_ms: float, per_ms: float, height: int) -> str:
     ticks.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{height + 28}" text-anchor="middle">ms since the request</text>')
     return "".join(ticks)
 
-
-_SCRIPT = """
-const tip = document.getElementById("tip");
-document.addEventListener("mousemove", event => {
-  const text = event.target.dataset && event.target.dataset.tip;
-  tip.hidden = !text;
-  if (!text) return;
-  tip.textContent = text;
-  tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-  tip.style.top = event.clientY + 18 + "px";
-});
-for (const box of document.querySelectorAll("input[data-kind]"))
-  box.addEventListener("change", () => {
-    for (const bar of document.querySelectorAll("rect." + box.dataset.kind))
-      bar.style.display = box.checked ? "" : "none";
-  });
-"""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -263,8 +252,6 @@ figure{{margin:0}}figcaption span{{float:right}}svg{{width:100%;display:block}}
 svg text{{font-size:10px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
 .first{{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 2}}
 label{{margin-right:18px;white-space:nowrap}}i{{display:inline-block;width:14px;height:14px;margin:0 6px -2px 2px}}
-#tip{{position:fixed;padding:4px 8px;background:#222;color:#fff;border-radius:4px;font-size:13px;pointer-events:none}}
-{colours}
-</style></head><body><h1>{title}</h1><p>{how}</p><p>{legend}</p><main>{figures}</main><div id="tip" hidden></div>
-<script>{script}</script></body></html>
+{kinds}
+</style></head><body><h1>{title}</h1><p>{how}</p><p>{legend}</p><main>{figures}</main></body></html>
 """
