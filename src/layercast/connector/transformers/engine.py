@@ -83,7 +83,7 @@ class Engine:
         counts = [self.settings.states if s.kind is GroupKind.RECURRENT else self.settings.blocks + 1 for s in specs]
         self.memory = PagedMemory(self.geometry, specs, counts, block_major=self.settings.block_major)
         allocators = [BlockAllocator(first_block(s), n - first_block(s)) for s, n in zip(specs, counts, strict=True)]
-        self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else _forget)
+        self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else None)
         self.pool = pool(self.memory.layout)
         self.pushes = PushDesk(self.space)
         self._cache = LayerwiseCache(self.geometry, self.memory)
@@ -360,7 +360,3 @@ class Engine:
         del self._live[request.id]
         self.pool.finish(request.id)
         return request.result(finish, reason)
-
-
-def _forget(group: int, blocks: list[int]) -> None:
-    """Freed blocks keep their old bytes."""
