@@ -28,11 +28,11 @@ OURS, THEIRS = [9, 3, 4, 5, 12, 1], [2, 7, 8, 6, 15, 14]
 
 
 class Side:
-    def __init__(self, transport, clock, model="m", **settings):
+    def __init__(self, transport, clock, **settings):
         self.bytes = ByteEngine(SPECS, 20)
         self.mover = CpuMover()
         layout = self.bytes.layout
-        engine = Engine(layout, identities_of(layout, model=model), self.mover, Config(**settings), clock)
+        engine = Engine(layout, identities_of(layout, model="m"), self.mover, Config(**settings), clock)
         self.transport = transport
         self.node = PushNode(engine, transport)
 
@@ -42,10 +42,9 @@ class Side:
 
 
 @contextmanager
-def sides(prefill_model="m", **settings):
+def sides(**settings):
     clock = FakeClock()
-    prefill = Side(SocketTransport(SECRET), clock, prefill_model, **settings)
-    decode = Side(SocketTransport(SECRET), clock, **settings)
+    prefill, decode = (Side(SocketTransport(SECRET), clock, **settings) for _ in range(2))
     try:
         yield prefill, decode, clock
     finally:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from layercast.errors import Corrupt, DeadlineExceeded, FolderLost, Full, Missing
+from layercast.errors import Corrupt, DeadlineExceeded, FolderLost, Missing
 from layercast.store.folder import HEADER, UNFINISHED, FolderStore
 from layercast.testing.clock import FakeClock
 from layercast.testing.store_laws import CAPACITY, LEASE_S, StoreLaws, content, get, key, put, there
@@ -253,18 +253,6 @@ def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_once_there_is_room
 def test_files_are_for_their_owner_alone(folder):
     put(FolderStore(folder, CAPACITY), 1)
     assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
-
-
-def test_leases_end_by_the_clock_of_the_store(folder):
-    clock = FakeClock()
-    store = FolderStore(folder, CAPACITY, clock)
-    put(store, 1)
-    store.open_read([key(1)], LEASE_S)
-    with pytest.raises(Full):
-        store.open_write([key(2)], [CAPACITY])
-    clock.advance(LEASE_S)
-    put(store, 2, size=CAPACITY)
-    assert there(store, 1, 2) == [False, True]
 
 
 def test_a_read_that_outlives_its_lease_is_not_trusted(folder):

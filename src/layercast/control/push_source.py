@@ -63,7 +63,7 @@ class PushSource(Pushes[Outgoing]):
         peer = self._transport.connect(ticket.address, min(life_s, CONNECT_S))
         layers = len(engine.layout.layers)
         push = Outgoing(ticket.transfer, ticket.epoch, deadline, peer=peer, source=self, left=layers)
-        mover = PeerMover(self._transport, peer, engine.mover, engine.keep)
+        mover = PeerMover(self._transport, peer, engine.mover)
         config = msgspec.structs.replace(engine.config, verify=ticket.verify)
         push.run = PushRun(ticket.transfer, routes, mover, push, config, engine.timeline)
         with self._lock:

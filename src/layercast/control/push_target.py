@@ -125,7 +125,7 @@ class PushTarget(Pushes[Incoming]):
         """Let `peer`, who has taken the ticket, write the blocks."""
         push.peer = peer
         for start, length in block_ranges(self._engine.layout, [sorted(group) for group in push.arrival.blocks]):
-            push.regions.append(self._transport.register(start, length, self._engine.keep, peer))
+            push.regions.append(self._transport.register(start, length, self._engine, peer))
 
     def _end(self, push: Incoming, event: PushEvent, reason: str) -> None:
         late = event is PushEvent.EXPIRE

@@ -55,7 +55,6 @@ class Engine:
     mover: Mover
     config: Config
     clock: Callable[[], float]
-    keep: tuple[object, ...] = ()
     timeline: Timeline = OFF
 
 

@@ -31,13 +31,13 @@ MIN_SECRET = 16
 class Address(msgspec.Struct, frozen=True):
     """Where a transport can be reached, and which life of it. May be sent to others.
 
-    incarnation: random for each transport made; "" connects to whichever is there.
+    incarnation: random for each transport made.
     """
 
     kind: str
     host: str
     port: int
-    incarnation: str = ""
+    incarnation: str
 
 
 class Region(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class SocketTransport(Transport):
             raise PeerLost(f"nobody listens at {address.host} port {address.port}: {error}") from error
         try:
             incarnation = greet(sock, self._secret, self.incarnation, calling=True, deadline=deadline)
-            if address.incarnation not in ("", incarnation):
+            if address.incarnation != incarnation:
                 raise PeerLost(
                     f"the process at {address.host} port {address.port} was restarted since it gave this address; "
                     "drop what is known of it and ask for its new address"
