@@ -23,13 +23,14 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-from pairs import interval, paired, write
+from pairs import paired, write
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.outputs import KVConnectorOutput
 
+from layercast.bench.results import interval
 from layercast.config import cache_folder
 from layercast.demo.model import prepare
 from layercast.flow.runs import LoadRun

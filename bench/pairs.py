@@ -5,20 +5,10 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from math import comb
 from pathlib import Path
 from statistics import median
 
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with at least 95 % probability (binomial; needs 6 values or more)."""
-    ranked, n = sorted(values), len(values)
-    tail, low = 0.0, 0
-    while tail + comb(n, low) / 2**n <= 0.025:
-        tail += comb(n, low) / 2**n
-        low += 1
-    low = max(0, low - 1)
-    return ranked[low], ranked[n - 1 - low]
+from layercast.bench.results import interval
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> dict[str, object]:

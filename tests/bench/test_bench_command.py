@@ -1,11 +1,15 @@
 import json
+import statistics
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from layercast.bench.command import lengths_of
 from layercast.bench.report import encoded, figure, grid_of, write_picture, write_terminal
-from layercast.bench.results import Report, Table, What, in_turn, spread, timed
+from layercast.bench.results import Report, Table, Timeline, What, in_turn, interval, ratio, spread, timed
 from layercast.cli import app, main
 from layercast.errors import BadSetting
 
@@ -24,11 +28,46 @@ def report_of(*tables):
     return Report(command="layercast bench layers", card="H100", versions={"torch": "2"}, tables=tables, took_s=1.0)
 
 
-def test_every_way_runs_in_turn_and_the_first_round_does_not_count():
+def test_the_ways_run_in_turn_forth_and_back_and_the_first_round_does_not_count():
     order = []
     ways = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
-    assert in_turn(ways, 2) == {"a": [3, 5], "b": [4, 6]}
-    assert order == list("ababab")
+    assert in_turn(ways, 2) == {"a": [3, 6], "b": [4, 5]}
+    assert order == list("baabba")
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40))
+def test_an_interval_holds_the_median_between_two_of_the_values(values):
+    low, high = interval(values)
+    assert {low, high} <= set(values)
+    assert low <= statistics.median(values) <= high
+
+
+def test_of_six_values_the_interval_is_all_of_them_and_of_fifteen_the_fourth_to_the_twelfth():
+    assert interval([6.0, 5, 4, 3, 2, 1]) == (1, 6)
+    assert interval([float(n) for n in range(15, 0, -1)]) == (4, 12)
+
+
+def test_a_ratio_is_that_of_each_round_so_what_slows_a_whole_round_is_not_seen_in_it():
+    theirs = [10.0, 30.0, 10.0, 50.0, 10.0, 10.0]
+    found = ratio("of it", [1.1 * value for value in theirs], theirs)
+    assert found == pytest.approx({"of it": 1.1, "of it, low": 1.1, "of it, high": 1.1})
+
+
+def test_an_interval_stands_behind_what_lies_in_it_and_makes_no_column_of_its_own():
+    row = {"ms": 3.0, "of floor": 1.13, "of floor, low": 1.12, "of floor, high": 1.2}
+    grid = grid_of(Table(title="t", rows={"layerwise": row}, bar="ms"))
+    assert [column.header for column in grid.columns] == ["", "ms", "of floor"]
+    assert list(grid.columns[2].cells) == ["1.13 (1.12-1.20)"]
+
+
+def test_a_timeline_is_summed_up_on_the_terminal_and_whole_in_the_json(capsys):
+    line = Timeline(ordered=0.4, landed=(1.0, 2.0), reached=(0.5, 1.5), began=(1.0, 2.25), done=3.0)
+    report = report_of(msgspec.structs.replace(TABLE, timelines={"layerwise": line}))
+    write_terminal(report)
+    assert "landed 1.00 to 2.00" in (said := capsys.readouterr().out)
+    assert "waited 1.25 at gates" in " ".join(said.split())
+    (found,) = json.loads(encoded(report))["tables"]
+    assert found["timelines"]["layerwise"]["began"] == [1.0, 2.25]
 
 
 def test_a_run_is_timed_from_a_quiet_device_to_its_end():

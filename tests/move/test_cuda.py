@@ -271,10 +271,9 @@ def test_a_captured_forward_waits_for_its_flag(driver, mover):
 
 
 def test_memory_is_usable_before_during_and_after_pinning(driver, mover):
-    block = np.zeros((256 << 20) + 4096, np.uint8)
-    block[:] = np.arange(256 << 20 | 4096, dtype=np.uint32).astype(np.uint8)
+    nbytes = 64 << 20
+    block = np.random.default_rng(0).integers(-(2**63), 2**63, (nbytes + 4096) // 8, np.int64)
     at = -(-block.ctypes.data // 4096) * 4096
-    nbytes = 256 << 20
     pool = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     whole = pieces_of((at, pool.data_ptr(), nbytes))
@@ -288,13 +287,13 @@ def test_memory_is_usable_before_during_and_after_pinning(driver, mover):
 
     assert driver.kind_of(at) == PAGEABLE
     check()
-    pinning = Pinning(driver, at, nbytes, slice_bytes=16 << 20)
+    pinning = Pinning(driver, at, nbytes, slice_bytes=4 << 20)
     mover.cut_at(pinning.cuts)
     check()
     pinning.wait(SOON_S)
     assert not pinning.refusal
     check()  # one copy over sixteen separately pinned slices
-    rows = pieces_of(*((at + (i << 20) - 4096, pool.data_ptr() + (i << 20) - 4096, 8192) for i in range(1, 256)))
+    rows = pieces_of(*((at + (i << 20) - 4096, pool.data_ptr() + (i << 20) - 4096, 8192) for i in range(1, 64)))
     mover.submit(rows).wait(SOON_S)
     pinning.close(SOON_S)
     assert driver.kind_of(at) == PAGEABLE

@@ -167,3 +167,20 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES
     assert device.naps == 2 * NAPS
+
+
+def test_a_loop_is_compiled_once_for_the_same_calls():
+    compiled, device = loop_of("compiled"), Copies()
+    first = compiled(device.calls, (0, 0))
+    assert compiled(device.calls, (0, 0)) is first
+    assert compiled(Copies().calls, (0, 0)) is not first
+
+
+def test_a_long_piece_goes_in_one_call_where_calls_may_be_as_long():
+    compiled, device = loop_of("compiled"), Copies()
+    device.issue = compiled(device.calls, (0, 0), 4 * CALL_BYTES)
+    row = (0, 1 << 40, 3 * CALL_BYTES)
+    assert copied(device, pieces_of(row)) == [row]
+    assert device.calls_of == [1]
+    cut = copied(device, pieces_of(row), cuts=[CALL_BYTES])
+    assert [nbytes for _, _, nbytes in cut] == [CALL_BYTES, 2 * CALL_BYTES]

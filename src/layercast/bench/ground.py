@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,6 +32,8 @@ from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab, slab_bytes
 
 Ints = npt.NDArray[np.int64]
+ENDLESS = 1 << 40
+"""Bytes of a call whose pieces are never cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,14 @@ class Device:
             mover.prefer(only(way))
         return mover
 
+    def whole_mover(self) -> CudaMover | None:
+        """A mover that hands long pieces over in one copy each; None without numba."""
+        try:
+            issue = compiled_issue(self.driver.calls, self.driver.batch_attributes, ENDLESS)
+        except ImportError:
+            return None
+        return CudaMover(self.driver, None, issue)
+
     @property
     def ways(self) -> tuple[Way, ...]:
         """The ways that copies can go here."""
@@ -155,6 +166,23 @@ class Ground:
         ids = torch.from_numpy(self.ids).to(self.pools[0].device)
         return all(
             np.array_equal(self.pools[n].view(torch.int32)[ids].cpu().numpy(), self.wanted(n))
+            for n in (0, self.shape.layers // 2, self.shape.layers - 1)
+        )
+
+    def in_order(self) -> list[Pieces]:
+        """A piece a layer: its whole memory into the pool's first blocks, whatever slots and blocks were chosen."""
+        step, zero = self.blocks * self.shape.block_bytes, np.zeros(1, np.int64)
+        one = Pieces.plain(zero, zero, np.array([step], np.int64))
+        ends = [(self.base + n * step, pool.data_ptr()) for n, pool in enumerate(self.pools)]
+        return [msgspec.structs.replace(one, shift=shift) for shift in ends]
+
+    def arrived_in_order(self) -> bool:
+        """Whether the first, a middle and the last layer are what `in_order` brings, bit for bit."""
+        words = self.blocks * self.shape.block_bytes // 4
+        return all(
+            np.array_equal(
+                self.pools[n].view(torch.int32).view(-1)[:words].cpu().numpy(), self.host[n * words : (n + 1) * words]
+            )
             for n in (0, self.shape.layers // 2, self.shape.layers - 1)
         )
 

@@ -10,14 +10,21 @@ import torch
 
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.model import Forward, Hook, Weights
-from layercast.bench.results import SOON_S, Table, in_turn, median, spread, timed
+from layercast.bench.results import SOON_S, Table, Timeline, in_turn, median, ratio, spread, timed
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
+from layercast.move.cuda_flights import CudaFlight
 from layercast.move.cuda_gates import CudaGate
+from layercast.plan.pieces import Pieces
 
 LONG = 100_000
 """Cached tokens from which a round takes seconds, so that few must do."""
 FEW = 3
+SHORT, TIMES = 4096, 3
+"""Cached tokens up to which launches take most of a forward, so that its times scatter: so many times the rounds."""
+TRACED = 5
+"""Runs of which the middle one's timeline is told."""
+ALONE, LOAD, LIMIT = "compute alone", "contiguous load alone", "contiguous copy a layer"
 
 
 def overlap(
@@ -30,7 +37,8 @@ def overlap(
     weights = Weights(shape)
     for cached, new in lengths:
         with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
-            yield first_tokens(run, FEW if cached > LONG else repeats, brief=brief)
+            rounds = FEW if cached > LONG else TIMES * repeats if cached < SHORT else repeats
+            yield first_tokens(run, rounds, brief=brief)
     if busy:
         cached, new = lengths[0]
         with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
@@ -45,13 +53,15 @@ class Run:
         self.here, self.forward = here, forward
         self.auto, self.plain = device.mover(), device.mover(plain=True)
         self.staged = device.mover(Way.STAGED) if device.kernel else None
+        self.whole = device.whole_mover()
+        self.in_order = here.in_order()
         self.gate = CudaGate(device.driver)
         self.progress = torch.zeros(here.shape.layers, dtype=torch.int32, device="cuda")
         self.contiguous = here.contiguous(up=True)
 
     def close(self) -> None:
         """Give the movers back."""
-        for mover in filter(None, (self.auto, self.plain, self.staged)):
+        for mover in filter(None, (self.auto, self.plain, self.staged, self.whole)):
             mover.close(SOON_S)
 
     def ms(self, body: Callable[[], object]) -> float:
@@ -74,12 +84,66 @@ class Run:
 
     def layerwise(self, mover: CudaMover, written: Hook | None = None) -> None:
         """Plan, order all layers, and go: each layer waits for its own."""
+        self.order(mover, self.here.lists(up=True))
+        self.forward(self.passed, written)
+
+    def order(self, mover: CudaMover, lists: Sequence[Pieces]) -> Sequence[CudaFlight]:
+        """Order the loads of all layers behind the stream's work, each with its gate."""
         mark = mover.mark()
-        lists = self.here.lists(up=True)
         self.gate.arm(dict.fromkeys(range(len(lists)), 1))
-        for layer, flight in enumerate(mover.submit_all(lists, after=[[mark]] * len(lists))):
+        flights = mover.submit_all(lists, after=[[mark]] * len(lists))
+        for layer, flight in enumerate(flights):
             self.gate.open(layer, flight)
-        self.forward(lambda layer: self.gate.wait(layer, SOON_S), written)
+        return flights
+
+    def passed(self, layer: int) -> None:
+        """The hook before a layer reads its blocks."""
+        self.gate.wait(layer, SOON_S)
+
+    def limit(self, mover: CudaMover) -> None:
+        """What layerwise loads could reach: one long copy a layer, planned beforehand."""
+        self.order(mover, self.in_order)
+        self.forward(self.passed)
+
+    def timeline(self, mover: CudaMover, lists: Callable[[], Sequence[Pieces]]) -> Timeline:
+        """When what happened in the middle one of a few layerwise runs."""
+        return sorted((self._traced(mover, lists) for _ in range(TRACED)), key=lambda line: line.done)[TRACED // 2]
+
+    def _traced(self, mover: CudaMover, lists: Callable[[], Sequence[Pieces]]) -> Timeline:
+        """Planning counts. A stream that waits for each layer in turn tells when it had landed."""
+        layers, device = range(self.here.shape.layers), self.here.device
+        start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        landed, reached, began = ([torch.cuda.Event(enable_timing=True) for _ in layers] for _ in range(3))
+        ordered = 0.0
+
+        def gate(layer: int) -> None:
+            reached[layer].record()
+            self.passed(layer)
+            began[layer].record()
+
+        def body() -> None:
+            nonlocal ordered
+            since = time.perf_counter()
+            start.record()
+            flights = self.order(mover, lists())
+            ordered = (time.perf_counter() - since) * 1e3
+            clock = device.copying.cuda_stream
+            for flight, event in zip(flights, landed, strict=True):  # not `hold`, which would hurry the copies
+                device.driver.stream_waits_for_value(clock, flight.wave.tally.address, flight.number)
+                event.record(device.copying)
+            self.forward(gate)
+            done.record()
+
+        self.ms(body)
+        torch.cuda.synchronize()
+        columns = [tuple(round(start.elapsed_time(at), 3) for at in events) for events in (landed, reached, began)]
+        return Timeline(
+            ordered=round(ordered, 3),
+            landed=columns[0],
+            reached=columns[1],
+            began=columns[2],
+            done=round(start.elapsed_time(done), 3),
+        )
 
     def by_models_thread(self) -> None:
         """The same batched copies, issued by the model's own thread before its first kernel."""
@@ -123,36 +187,54 @@ class Run:
 
 def first_tokens(run: Run, repeats: int, *, brief: bool = False) -> Table:
     """Compute and load alone, bulk, layerwise in several ways, with saves and without."""
-    movers = {"layerwise": run.auto}
+    others = {} if brief else {"layerwise, Python loop": run.plain}
+    if run.staged is not None and not brief:
+        others["layerwise, staged alone"] = run.staged
+    movers = {"layerwise": run.auto, **others}
+    checks = {f"{name}: every block read as saved": run.reads_right(mover) for name, mover in movers.items()}
+    timelines = dict[str, Timeline]()
     if not brief:
-        movers["layerwise, Python loop"] = run.plain
-        if run.staged is not None:
-            movers["layerwise, staged alone"] = run.staged
-    ways: dict[str, Callable[[], float]] = {
-        "compute alone": lambda: run.ms(run.forward),
-        "contiguous load alone": run.contiguous_ms,
-        "bulk": lambda: run.ms(run.bulk),
-    }
-    ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in movers.items()}  # type: ignore[misc]
-    if run.here.device.driver.batches and not brief:
-        ways["layerwise, issued by the model's thread"] = lambda: run.ms(run.by_models_thread)
-    ways["layerwise, saving too"] = lambda: run.saving(order_a_layer=False)
-    ways["layerwise, saving too, an order a layer"] = lambda: run.saving(order_a_layer=True)
-    rows = {name: spread("ms", took) for name, took in in_turn(ways, repeats).items()}
-    best = max(("compute alone", "contiguous load alone"), key=lambda name: rows[name]["ms"])
-    for row in rows.values():
-        row["of floor"] = row["ms"] / rows[best]["ms"]
+        timelines["layerwise"] = run.timeline(run.auto, lambda: run.here.lists(up=True))
+    if (whole := run.whole) is not None:
+        if not brief:
+            timelines[LIMIT] = run.timeline(whole, lambda: run.in_order)
+        run.ms(lambda: run.limit(whole))
+        checks[f"{LIMIT}: every byte as saved"] = run.here.arrived_in_order()
+    took = in_turn(_ways(run, others, brief=brief), repeats)
+    rows = {name: spread("ms", runs) for name, runs in took.items()}
+    best = max((ALONE, LOAD), key=lambda name: rows[name]["ms"])
+    for name, runs in took.items():
+        rows[name] |= ratio("of floor", runs, took[best])
+        if LIMIT in took:
+            rows[name] |= ratio("of contiguous a layer", runs, took[LIMIT])
     for name in ("layerwise, saving too", "layerwise, saving too, an order a layer"):
-        rows[name]["of the same without saving"] = rows[name]["ms"] / rows["layerwise"]["ms"]
+        rows[name] |= ratio("of the same without saving", took[name], took["layerwise"])
     here = run.here
     return Table(
         title=f"Time to the first token, {here.blocks * here.shape.block}+{run.forward.new} tokens",
         rows=rows,
         bar="ms",
         best=best,
-        checks={f"{name}: every block read as saved": run.reads_right(mover) for name, mover in movers.items()},
-        note="Floor: the longer of compute alone and a contiguous load alone. Planning is counted.",
+        checks=checks,
+        timelines=timelines,
+        note="Floor: the longer of compute alone and a contiguous load alone. Planning is counted. Ratios: the medians "
+        "of those of each round, with their 95 % intervals.",
     )
+
+
+def _ways(run: Run, others: dict[str, CudaMover], *, brief: bool) -> dict[str, Callable[[], float]]:
+    """What runs in each round; what is compared most stands side by side."""
+    ways: dict[str, Callable[[], float]] = {LOAD: run.contiguous_ms, ALONE: lambda: run.ms(run.forward)}
+    if (whole := run.whole) is not None:
+        ways[LIMIT] = lambda: run.ms(lambda: run.limit(whole))
+    ways["layerwise"] = lambda: run.ms(lambda: run.layerwise(run.auto))
+    ways["layerwise, saving too"] = lambda: run.saving(order_a_layer=False)
+    ways["layerwise, saving too, an order a layer"] = lambda: run.saving(order_a_layer=True)
+    ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in others.items()}  # type: ignore[misc]
+    if run.here.device.driver.batches and not brief:
+        ways["layerwise, issued by the model's thread"] = lambda: run.ms(run.by_models_thread)
+    ways["bulk"] = lambda: run.ms(run.bulk)
+    return ways
 
 
 def beside_python(run: Run, repeats: int) -> Table:

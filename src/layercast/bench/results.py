@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from math import comb
 from typing import TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+LOW, HIGH = ", low", ", high"
+"""How the headings of an interval's ends go on behind that of what lies between them."""
 Start = Callable[[], Callable[[], None]]
 """Starts something; what it returns waits for the end of it."""
 SOON_S = 60.0
@@ -24,11 +27,26 @@ class What(StrEnum):
     PEER = "peer"
 
 
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One layerwise run, in ms from its start on; lists have an item a layer, as the device's clock has it.
+
+    ordered: the call that ordered all loads has returned (the host's clock). landed: the layer's copies. reached: the
+    forward stood before its gate; began: it was let through. done: the forward.
+    """
+
+    ordered: float
+    landed: tuple[float, ...]
+    reached: tuple[float, ...]
+    began: tuple[float, ...]
+    done: float
+
+
 class Table(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison, all of it measured in one run, the ways in turn.
 
     rows: for each way its figures by heading, units in the heading. bar: the heading that the picture shows; best:
     the way that is the limit. checks: what was compared bit for bit. absent: rivals that could not run, and why.
+    timelines: for some ways, of one run, when what happened in each layer.
     """
 
     title: str
@@ -37,6 +55,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     best: str = ""
     checks: Mapping[str, bool] = {}
     absent: Mapping[str, str] = {}
+    timelines: Mapping[str, "Timeline"] = {}
     note: str = ""
 
     @property
@@ -70,12 +89,30 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: median(values), "least": min(values), "most": max(values), "runs": float(len(values))}
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Order statistics that hold the median with at least 95 % probability (binomial; needs 6 values or more)."""
+    ranked, n = sorted(values), len(values)
+    tail, low = 0.0, 0
+    while tail + comb(n, low) / 2**n <= 0.025:
+        tail += comb(n, low) / 2**n
+        low += 1
+    low = max(0, low - 1)
+    return ranked[low], ranked[n - 1 - low]
+
+
+def ratio(name: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Median of ours over theirs round by round, and its 95 % interval, under headings that begin with `name`."""
+    found = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, high = interval(found)
+    return {name: median(found), name + LOW: low, name + HIGH: high}
+
+
 def in_turn(ways: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """What every way returned in `repeats` rounds, one way after the other in each, after a round that warms up."""
+    """What every way returned in `repeats` rounds, the ways in turn, forth and back; a first round warms up."""
     found: dict[str, list[T]] = {name: [] for name in ways}
     for nth in range(repeats + 1):
-        for name, run in ways.items():
-            value = run()
+        for name in list(ways)[:: 1 if nth % 2 else -1]:
+            value = ways[name]()
             if nth:
                 found[name].append(value)
     return found

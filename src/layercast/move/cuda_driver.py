@@ -8,6 +8,7 @@ function pointers (see cuda_issue); the driver reads the low half where it wants
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from layercast.errors import DeviceFailed, OutOfMemory, Refused
 
@@ -59,7 +60,7 @@ def semaphores() -> Semaphores:
     return Semaphores(*calls)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Calls:
     """The calls that programs are made of; each returns 0 or an error code.
 
@@ -89,12 +90,43 @@ class _Attributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("order", "source", "source_id", "target", "target_id", "flags")]
 
 
+_READ_IN_ORDER, _FIRST = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
+"""The attributes of all pieces, and the number of the first piece that they are of."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The driver's library, loaded once: all devices of a process have the same calls, so one compiled loop does."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _calls() -> Calls:
+    library = _library()
+    batch = _typed("cuMemcpyBatchAsync_v2", 8, library) if hasattr(library, "cuMemcpyBatchAsync_v2") else None
+    return Calls(
+        copy=_typed("cuMemcpyAsync", 4, library),
+        copy_batch=batch or _typed("cuMemcpyBatchAsync", 8, library),
+        record=_typed("cuEventRecord", 2, library),
+        wait=_typed("cuStreamWaitEvent", 3, library),
+        launch=_typed("cuLaunchKernel", 11, library),
+        write=_typed("cuStreamWriteValue32_v2", 4, library),
+        hold=_typed("cuStreamWaitValue32_v2", 4, library),
+    )
+
+
+def _typed(name: str, arguments: int, library: ctypes.CDLL) -> Call:
+    call = getattr(library, name)
+    call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
+    return call  # type: ignore[no-any-return]
+
+
 class Driver:
     """One device's primary context. Every thread that calls must `bind` first. Methods raise DeviceFailed."""
 
     def __init__(self, device: int = 0) -> None:
         try:
-            self._lib = ctypes.CDLL("libcuda.so.1")
+            self._lib = _library()
         except OSError as error:
             raise Refused(f"no CUDA driver here ({error}); use the CPU mover, or install NVIDIA's driver") from error
         self.lost = ""
@@ -106,15 +138,14 @@ class Driver:
         self.check("cuDevicePrimaryCtxRetain", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
         self._context = context
         self._handle = handle
-        self._attributes = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
-        self.calls = self._calls()
+        self.calls = _calls()
         # Calls by `_quick` keep the interpreter lock: they end in microseconds, and taking it again beside a busy
         # thread costs milliseconds.
         self._quick = ctypes.PyDLL(None, handle=self._lib._handle)
-        self._query = self._typed("cuEventQuery", 1)
-        self._synchronize = self._typed("cuEventSynchronize", 1)
-        self._hold = self._typed("cuStreamWaitValue32_v2", 4, self._quick)
-        self._record = self._typed("cuEventRecord", 2, self._quick)
+        self._query = _typed("cuEventQuery", 1, self._lib)
+        self._synchronize = _typed("cuEventSynchronize", 1, self._lib)
+        self._hold = _typed("cuStreamWaitValue32_v2", 4, self._quick)
+        self._record = _typed("cuEventRecord", 2, self._quick)
         self.bind()
 
     def bind(self) -> None:
@@ -216,8 +247,7 @@ class Driver:
     @property
     def batch_attributes(self) -> tuple[int, int]:
         """Addresses of the attributes and their index, as `copy_batch` wants them."""
-        attributes, first = self._attributes
-        return ctypes.addressof(attributes), ctypes.addressof(first)
+        return ctypes.addressof(_READ_IN_ORDER), ctypes.addressof(_FIRST)
 
     @property
     def uuid(self) -> str:
@@ -270,23 +300,6 @@ class Driver:
     def unpin(self, address: int) -> None:
         """Undo `pin`, by the address it was given."""
         self.check("cuMemHostUnregister", self._lib.cuMemHostUnregister(ctypes.c_void_p(address)))
-
-    def _calls(self) -> Calls:
-        batch = self._typed("cuMemcpyBatchAsync_v2", 8) if hasattr(self._lib, "cuMemcpyBatchAsync_v2") else None
-        return Calls(
-            copy=self._typed("cuMemcpyAsync", 4),
-            copy_batch=batch or self._typed("cuMemcpyBatchAsync", 8),
-            record=self._typed("cuEventRecord", 2),
-            wait=self._typed("cuStreamWaitEvent", 3),
-            launch=self._typed("cuLaunchKernel", 11),
-            write=self._typed("cuStreamWriteValue32_v2", 4),
-            hold=self._typed("cuStreamWaitValue32_v2", 4),
-        )
-
-    def _typed(self, name: str, arguments: int, library: ctypes.CDLL | None = None) -> Call:
-        call = getattr(library or self._lib, name)
-        call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
-        return call  # type: ignore[no-any-return]
 
     @property
     def batches(self) -> bool:

@@ -6,6 +6,7 @@ that nobody writes lists of thousands of copies before the first is under way. N
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -77,15 +78,16 @@ def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     return Issue(loop, _attending(calls, loop))
 
 
-def compiled_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
+@lru_cache(maxsize=2)
+def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = CALL_BYTES) -> Issue:
     """The loop compiled by numba, which needs no compiler on the machine. Raises ImportError where numba is not.
 
-    Compiles when called: a second or two.
+    Compiles when first called with these: a second or two. call_bytes: in a call, at most.
     """
     from numba import njit
 
     hand_over, note = njit(_handing(calls, attributes, njit(_paced(calls)))), njit(_note)
-    copies = njit(_copies(calls, njit(_unbroken), hand_over))
+    copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, note)), note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.zeros(DESK_WORDS, np.int64)
     calls.semaphores.make(desk.ctypes.data, 0, 1)
@@ -167,12 +169,14 @@ def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, in
     return run
 
 
-def _copies(calls: Calls, unbroken: Callable[..., int], hand_over: Callable[..., int]) -> Callable[..., int]:
+def _copies(
+    calls: Calls, unbroken: Callable[..., int], hand_over: Callable[..., int], most_bytes: int = CALL_BYTES
+) -> Callable[..., int]:
     """(columns, pieces, source shift, target shift, stream, batched, cuts, call, pace) -> error code.
 
     columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
     """
-    one, most, most_bytes = calls.copy, MOST, CALL_BYTES
+    one, most = calls.copy, MOST
 
     def run(
         columns: Ints,
