@@ -11,7 +11,7 @@ import msgspec
 from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent
 from layercast.control.pushes import Engine, Push, Pushes
-from layercast.errors import BadTransition, LayoutMismatch, Malformed, PeerLost, Refused
+from layercast.errors import LayoutMismatch, Malformed, PeerLost, Refused
 from layercast.flow.orders import PushOrder
 from layercast.flow.push import PeerMover, PushRun, routes_to
 from layercast.spec.groups import GroupKind
@@ -82,13 +82,10 @@ class PushSource(Pushes[Outgoing]):
             self._end(self.push(transfer), PushEvent.ABORT, reason)
 
     def forget(self, transfer: str) -> None:
-        """Drop an ended, quiet push and its connection."""
-        push = self.push(transfer)
-        if push.state in LIVE or not push.run.quiet:
-            raise BadTransition(f"{transfer} is {push.state} and still being sent; cancel it first")
-        with self._lock:
-            del self._pushes[transfer]
-        self._transport.disconnect(push.peer)
+        """Drop an ended, quiet push and its connection. Raises Missing, BadTransition."""
+        peer = self.push(transfer).peer
+        super().forget(transfer)
+        self._transport.disconnect(peer)
 
     def handle(self, peer: Peer, message: Confirmed | Aborted) -> None:
         """A message from a decode instance. Raises Malformed for what can't be about a push of ours."""
