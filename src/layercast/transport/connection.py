@@ -54,7 +54,13 @@ class Connection:
     """Both directions of one socket, from the greeting to the loss of the peer."""
 
     def __init__(
-        self, sock: socket.socket, peer: Peer, regions: Regions, handler: Handler, ledger: Ledger, link: Link
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        regions: Regions,
+        handler: Handler,
+        ledger: Ledger,
+        link: Link | None,
     ) -> None:
         self.peer = peer
         self._sock = sock
@@ -146,11 +152,10 @@ class Connection:
 
     def _send_frame(self, frame: _Outgoing) -> None:
         buffers = frame.buffers()
-        chunk = self._link.chunk
-        if chunk is None:
+        if self._link is None:
             send(self._sock, buffers)
             return
-        for part in chunks(buffers, chunk):
+        for part in chunks(buffers, self._link.chunk):
             self._link.carry(sum(map(len, part)), frame.posted_at)
             send(self._sock, part)
 

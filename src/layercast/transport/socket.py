@@ -53,7 +53,7 @@ class SocketTransport(Transport):
         self._secret = secret
         self.max_open_bytes = max_open_bytes
         self._place = (bind, port, advertised(bind, advertise))
-        self._link = Link(link_gbps)
+        self._link = None if link_gbps is None else Link(link_gbps)
         self._regions = Regions()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
