@@ -104,7 +104,9 @@ def doctor(
 
     report = examine(vllm, theirs, config, os.environ, settings or ())
     if json is not None:
-        _write(json, msgspec.json.encode({"version": __version__, **msgspec.to_builtins(report)}))
+        _make_place(json)
+        said = msgspec.json.encode({"version": __version__, **msgspec.to_builtins(report)})
+        json.write_bytes(msgspec.json.format(said, indent=2) + b"\n")
     _print_checks(report.checks)
     if report.command:
         print(f"\n{report.command}")
@@ -207,7 +209,8 @@ def demo(
             "torch and transformers are not here: make demo installs them, or pip install '.[demo]' in the clone"
         )
     if vllm:
-        _require_vllm()
+        if find_spec("vllm") is None:
+            raise Missing("vLLM is not here: make demo-vllm installs its CPU build (Linux, without an NVIDIA GPU)")
         from layercast.demo.vllm import run
     else:
         from layercast.demo.scenario import run
@@ -267,11 +270,6 @@ def bench(
         raise typer.Exit(1)
 
 
-def _require_vllm() -> None:
-    if find_spec("vllm") is None:
-        raise Missing("vLLM is not here: make demo-vllm installs its CPU build (Linux, without an NVIDIA GPU)")
-
-
 def _make_folder(folder: Path, option: str) -> None:
     """Raises BadSetting, before anything long has run, if the folder that `option` chose can't be written."""
     try:
@@ -289,11 +287,6 @@ def _make_place(file: Path) -> None:
     _make_folder(file.parent, "--json")
     if file.is_dir():
         raise BadSetting(f"{file}: is a folder; name a file with --json")
-
-
-def _write(path: Path, data: bytes) -> None:
-    _make_place(path)
-    path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 
 def main() -> None:

@@ -150,7 +150,11 @@ def from_sources(
         raise BadSetting(f"setting {wrong!r}: write it as key=value; known keys: {', '.join(KNOWN)}")
     sources = {
         str(path): _toml_values(path) if path is not None else {},
-        "environment": _environment_values(environ),
+        "environment": {
+            name.removeprefix(ENV_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(ENV_PREFIX)
+        },
         "command line": dict(pair.split("=", 1) for pair in pairs),
     }
     merged: dict[str, Any] = {}
@@ -171,9 +175,3 @@ def _toml_values(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise BadSetting(f"{path}: {error}") from error
-
-
-def _environment_values(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name.removeprefix(ENV_PREFIX).lower(): value for name, value in environ.items() if name.startswith(ENV_PREFIX)
-    }

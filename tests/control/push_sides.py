@@ -12,9 +12,8 @@ from layercast.flow.orders import PushOrder, RemotePairs
 from layercast.move.cpu import CpuMover
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
-from layercast.testing.faults import FakeClock
+from layercast.testing.clock import FakeClock
 from layercast.testing.oracle import ByteEngine
-from layercast.transport.memory import MemoryHub, MemoryTransport
 from layercast.transport.socket import SocketTransport
 from layercast.transport.wire import Message, encoded, greet
 
@@ -29,11 +28,11 @@ OURS, THEIRS = [9, 3, 4, 5, 12, 1], [2, 7, 8, 6, 15, 14]
 
 
 class Side:
-    def __init__(self, transport, clock, model="m", **settings):
+    def __init__(self, transport, clock, **settings):
         self.bytes = ByteEngine(SPECS, 20)
         self.mover = CpuMover()
         layout = self.bytes.layout
-        engine = Engine(layout, identities_of(layout, model=model), self.mover, Config(**settings), clock)
+        engine = Engine(layout, identities_of(layout, model="m"), self.mover, Config(**settings), clock)
         self.transport = transport
         self.node = PushNode(engine, transport)
 
@@ -43,10 +42,9 @@ class Side:
 
 
 @contextmanager
-def sides(prefill_model="m", sockets=False, **settings):
-    hub, clock = MemoryHub(), FakeClock()
-    ends = [SocketTransport(SECRET) if sockets else MemoryTransport(hub, SECRET) for _ in range(2)]
-    prefill, decode = Side(ends[0], clock, prefill_model, **settings), Side(ends[1], clock, **settings)
+def sides(**settings):
+    clock = FakeClock()
+    prefill, decode = (Side(SocketTransport(SECRET), clock, **settings) for _ in range(2))
     try:
         yield prefill, decode, clock
     finally:

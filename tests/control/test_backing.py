@@ -15,8 +15,7 @@ from layercast.errors import DeadlineExceeded, FolderLost, Refused
 from layercast.flow.orders import StepOrders, TierOrder, TierOutcome
 from layercast.spec.identities import identities_of
 from layercast.store.folder import HEADER, UNFINISHED, FolderStore
-from layercast.store.memory import MemoryStore
-from layercast.testing.faults import FakeClock
+from layercast.testing.clock import FakeClock
 from layercast.testing.oracle import ByteEngine
 
 BLOCK_FILES = 8
@@ -250,13 +249,19 @@ def keys_of(*numbers):
     return [[bytes([number]) * 32 for number in numbers]]
 
 
-def stored(*numbers):
-    store = MemoryStore(1 << 16, FakeClock())
-    for key in keys_of(*numbers)[0]:
-        with store.open_write([key], [1]) as handle:
-            handle.write(0, 0, b"x")
-            handle.commit()
-    return store
+@pytest.fixture
+def stored(tmp_path):
+    """Makes a store in a folder of its own that has the keys of these numbers."""
+
+    def make(*numbers, kind=FolderStore):
+        store = kind(tmp_path / f"store-{len(list(tmp_path.iterdir()))}", 1 << 16)
+        for key in keys_of(*numbers)[0]:
+            with store.open_write([key], [1]) as handle:
+                handle.write(0, 0, b"x")
+                handle.commit()
+        return store
+
+    return make
 
 
 def ended(order, done=True):
@@ -269,7 +274,7 @@ def ordered(backing, *numbers, request="r"):
     return backing.orders()
 
 
-def test_only_what_lies_below_on_every_rank_is_brought_up():
+def test_only_what_lies_below_on_every_rank_is_brought_up(stored):
     backing = backing_of(16, stored(1, 2, 3), stored(1, 2, 4), ranks=2)
     (order,) = ordered(backing, 1, 2, 3, 4)
     assert order.blocks[0].keys == tuple(keys_of(1, 2)[0])
@@ -282,7 +287,7 @@ def test_only_what_lies_below_on_every_rank_is_brought_up():
     backing.close(5)
 
 
-def test_what_did_not_come_up_on_one_rank_is_absent_on_all():
+def test_what_did_not_come_up_on_one_rank_is_absent_on_all(stored):
     backing = backing_of(16, stored(1), stored(1), ranks=2)
     (order,) = ordered(backing, 1)
     backing.settle([ended(order)], 0)
@@ -294,7 +299,7 @@ def test_what_did_not_come_up_on_one_rank_is_absent_on_all():
     backing.close(5)
 
 
-def test_nothing_is_brought_up_twice():
+def test_nothing_is_brought_up_twice(stored):
     backing = backing_of(64, stored(*range(40)))
     first = ordered(backing, *range(40), request="a")
     assert [len(order.blocks[0].keys) for order in first] == [16, 16, 8]
@@ -302,7 +307,7 @@ def test_nothing_is_brought_up_twice():
     backing.close(5)
 
 
-def test_a_block_in_the_slab_is_not_looked_for_again():
+def test_a_block_in_the_slab_is_not_looked_for_again(stored):
     backing = backing_of(64, stored(1, 2))
     for order in ordered(backing, 1, 2):
         backing.settle([ended(order)], 0)
@@ -311,7 +316,7 @@ def test_a_block_in_the_slab_is_not_looked_for_again():
     backing.close(5)
 
 
-def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing():
+def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing(stored):
     backing = backing_of(64, stored(1, 2))
     backing.seek("r", keys_of(1, 2), 3 * BLOCK)
     backing.forget("r")
@@ -325,7 +330,7 @@ def test_a_request_that_ends_while_it_is_looked_for_leaves_nothing():
     backing.close(5)
 
 
-def test_what_is_on_its_way_up_is_dropped_once_nobody_asks_for_it_any_more():
+def test_what_is_on_its_way_up_is_dropped_once_nobody_asks_for_it_any_more(stored):
     backing = backing_of(64, stored(1, 2))
     (order,) = ordered(backing, 1)
     backing.seek("s", keys_of(1, 2), 3 * BLOCK)
@@ -339,7 +344,7 @@ def test_what_is_on_its_way_up_is_dropped_once_nobody_asks_for_it_any_more():
     backing.close(5)
 
 
-def test_a_store_that_fails_has_nothing():
+def test_a_store_that_fails_has_nothing(stored):
     store = stored(1)
     store.close()
     backing = backing_of(64, store)
@@ -348,7 +353,7 @@ def test_a_store_that_fails_has_nothing():
     backing.close(5)
 
 
-def test_a_part_of_the_slab_is_kept_for_what_is_written_behind_and_the_rest_follows():
+def test_a_part_of_the_slab_is_kept_for_what_is_written_behind_and_the_rest_follows(stored):
     backing = backing_of(4 * SPILL_SHARE, stored())
     directory = backing.directory
     keys = keys_of(*range(1, 11))
@@ -368,7 +373,7 @@ def test_a_part_of_the_slab_is_kept_for_what_is_written_behind_and_the_rest_foll
     backing.close(5)
 
 
-def test_what_is_evicted_before_its_turn_is_not_written_behind():
+def test_what_is_evicted_before_its_turn_is_not_written_behind(stored):
     backing = backing_of(8, stored())
     directory = backing.directory
     keys = keys_of(1, 2, 3)
@@ -391,7 +396,7 @@ def test_a_small_slab_writes_a_long_prompt_behind_whole(folder):
     assert len(fill(folder, tokens, host_bytes=120 << 10)) == 38
 
 
-def test_slots_that_are_written_behind_are_not_handed_out():
+def test_slots_that_are_written_behind_are_not_handed_out(stored):
     backing = backing_of(8, stored())
     directory = backing.directory
     keys = keys_of(1)
@@ -437,11 +442,11 @@ def test_no_thread_is_left(folder):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-class Stuck(MemoryStore):
+class Stuck(FolderStore):
     """Never answers, until it is told to."""
 
-    def __init__(self):
-        super().__init__(1 << 16, FakeClock())
+    def __init__(self, folder, capacity):
+        super().__init__(folder, capacity)
         self.let = threading.Event()
 
     def present(self, keys):
@@ -449,8 +454,8 @@ class Stuck(MemoryStore):
         return super().present(keys)
 
 
-def test_a_store_that_does_not_answer_holds_up_nobody_and_no_end():
-    store, threads = Stuck(), threading.active_count()
+def test_a_store_that_does_not_answer_holds_up_nobody_and_no_end(stored):
+    store, threads = stored(kind=Stuck), threading.active_count()
     backing = backing_of(64, store)
     backing.seek("r", keys_of(1, 2), 3 * BLOCK)
     backing.seek("s", keys_of(1, 2), 3 * BLOCK)

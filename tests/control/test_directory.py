@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from layercast.control.directory import Directory, LeaseState
 from layercast.control.shelf import Absence
 from layercast.errors import BrokenInvariant, Full, Missing, Refused
-from layercast.testing.faults import FakeClock
+from layercast.testing.clock import FakeClock
 
 LEASE_S = 10.0
 

@@ -5,7 +5,7 @@ import pytest
 from push_sides import BLOCK, LAYERS, OURS, THEIRS, TOKENS, send, sides, until
 
 from layercast.control.push_states import PushState
-from layercast.errors import LayercastError, LayoutMismatch
+from layercast.errors import LayercastError
 from layercast.flow.orders import ReceiveOrder
 
 
@@ -118,10 +118,3 @@ def test_a_byte_that_changes_on_the_way_is_noticed():
         with pytest.raises(LayercastError, match="layer 2: 1 blocks differ"):
             flights[2].wait(5)
         until(lambda: decode.node.target.push(ticket.transfer).state is PushState.CORRUPT)
-
-
-def test_two_models_are_refused_by_the_name_of_the_field():
-    with sides(prefill_model="other") as (prefill, decode, _):
-        ticket = decode.node.target.offer("r", 24, [THEIRS, THEIRS])
-        with pytest.raises(LayoutMismatch, match="model"):
-            prefill.node.source.accept(ticket)

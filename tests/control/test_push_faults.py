@@ -63,7 +63,7 @@ def test_the_receiver_knows_its_peer_before_a_byte_is_written():
 
 @pytest.mark.parametrize("ending", ["withdraw", "expire"])
 def test_blocks_are_quiet_only_when_a_write_that_was_landing_has_ended(ending):
-    with sides(sockets=True, push_timeout_s=10.0) as (_, decode, clock):
+    with sides(push_timeout_s=10.0) as (_, decode, clock):
         ticket = offered(decode)
         push = decode.node.target.push(ticket.transfer)
         with stranger(ticket.address) as sock:
@@ -83,7 +83,7 @@ def test_blocks_are_quiet_only_when_a_write_that_was_landing_has_ended(ending):
 
 
 def test_a_sender_whose_peer_reads_nothing_gets_its_blocks_back_at_the_deadline():
-    with sides(sockets=True, push_timeout_s=10.0) as (prefill, decode, clock):
+    with sides(push_timeout_s=10.0) as (prefill, decode, clock):
         stuck = threading.Event()
         handle, decode.node.target.handle = decode.node.target.handle, lambda *_: stuck.wait(20)
         ticket = offered(decode)
@@ -147,7 +147,7 @@ def send_rest(prefill, ticket):
 
 
 def test_a_second_taker_of_a_ticket_writes_nothing_and_does_not_disturb_the_first():
-    with sides(sockets=True) as (prefill, decode, _):
+    with sides() as (prefill, decode, _):
         ticket = offered(decode)
         prefill.node.source.accept(ticket)
         until(lambda: decode.node.target.push(ticket.transfer).peer is not None)
@@ -163,7 +163,7 @@ def test_a_second_taker_of_a_ticket_writes_nothing_and_does_not_disturb_the_firs
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_whoever_knows_the_secret_writes_nothing_without_having_taken_the_ticket(taken):
-    with sides(sockets=True) as (prefill, decode, _):
+    with sides() as (prefill, decode, _):
         ticket = offered(decode)
         if taken:
             prefill.node.source.accept(ticket)
@@ -200,7 +200,7 @@ def test_whoever_takes_a_ticket_that_is_over_is_told_at_once(over):
 
 
 def test_a_layer_lands_only_when_every_block_on_offer_was_announced():
-    with sides(sockets=True, verify=False) as (_, decode, _clock):
+    with sides(verify=False) as (_, decode, _clock):
         ticket = offered(decode)
         push = decode.node.target.push(ticket.transfer)
         with stranger(ticket.address) as sock:
@@ -217,7 +217,7 @@ def test_a_layer_lands_only_when_every_block_on_offer_was_announced():
 
 
 def test_a_receiver_that_checks_takes_no_layer_without_digests():
-    with sides(sockets=True) as (_, decode, _clock):
+    with sides() as (_, decode, _clock):
         ticket = offered(decode)
         push = decode.node.target.push(ticket.transfer)
         with stranger(ticket.address) as sock:
@@ -321,7 +321,7 @@ def test_messages_twice_late_of_other_epochs_or_by_others_change_nothing_that_ha
     ids=range(8),
 )
 def test_lies_about_layers_end_the_push_and_its_connection(lie):
-    with sides(sockets=True) as (_, decode, _clock):
+    with sides() as (_, decode, _clock):
         ticket = offered(decode)
         push = decode.node.target.push(ticket.transfer)
         with stranger(ticket.address) as sock:
@@ -346,7 +346,7 @@ def test_a_confirmation_before_everything_was_sent_ends_the_push():
 
 @pytest.mark.parametrize("said", [b"", b"\xc1", os.urandom(64), msgspec.msgpack.encode({"type": "push"})], ids=range(4))
 def test_garbage_from_a_peer_ends_its_push_alone(said):
-    with sides(sockets=True) as (prefill, decode, _):
+    with sides() as (prefill, decode, _):
         ticket, other = offered(decode), decode.node.target.offer("r", 8, [[0, 1], [0, 1]])
         prefill.node.source.accept(ticket)
         with stranger(ticket.address) as sock:
@@ -384,7 +384,7 @@ def test_a_ticket_that_can_not_be_is_refused_before_anybody_is_called(changes):
         ticket = offered(decode)
         with pytest.raises(Refused):
             prefill.node.source.accept(damaged(ticket, **changes))
-        assert not prefill.transport._channels
+        assert not prefill.transport._connections
         assert not prefill.node.source._pushes
 
 
@@ -394,7 +394,7 @@ def test_a_ticket_for_memory_of_another_shape_is_refused():
         less = msgspec.structs.replace(ticket.layout, groups=ticket.layout.groups[:1])
         with pytest.raises(Refused):
             prefill.node.source.accept(damaged(ticket, layout=less))
-        assert not prefill.transport._channels
+        assert not prefill.transport._connections
 
 
 def test_a_ticket_with_an_endless_life_ends_with_our_own():
@@ -450,15 +450,14 @@ def test_a_withdrawal_in_the_midst_of_messages_is_final():
         sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("sockets", [False, True])
-def test_random_ends_on_both_sides_leave_both_idle(sockets):
+def test_random_ends_on_both_sides_leave_both_idle():
     """Every push ends on both sides, all memory is closed again, and whoever says "landed" has every byte."""
     rng = np.random.default_rng(int(os.environ.get("LAYERCAST_SEED", "5")))
-    runs = int(os.environ.get("LAYERCAST_RUNS", "60" if not sockets else "20"))
+    runs = int(os.environ.get("LAYERCAST_RUNS", "60"))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with sides(sockets=sockets) as (prefill, decode, clock):
+        with sides() as (prefill, decode, clock):
             ends = [one_random_push(rng, prefill, decode, clock) for _ in range(runs)]
             until(lambda: not decode.transport._regions._known)
         assert PushState.LANDED in ends

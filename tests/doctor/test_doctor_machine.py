@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from layercast import __version__
-from layercast.config import GIB
+from layercast.config import GIB, KNOWN, Config
 from layercast.doctor.checks import Check, Level
 from layercast.doctor.gpu import Card, cards
 from layercast.doctor.machine import Facts, gather, judge
@@ -17,7 +17,7 @@ GOOD = Facts(
     vllm="0.32.0",
     gpu=False,
     memory_free=20 * GIB,
-    host_bytes=3 * GIB,
+    config=Config(host_bytes=3 * GIB),
     shm_free=10 * GIB,
     memlock=None,
     loopback_error="",
@@ -30,9 +30,13 @@ GOOD = Facts(
 H200 = Card("NVIDIA H200", "32.0 GT/s PCIe x16")
 
 
+def checks(**changes: object) -> tuple[Check, ...]:
+    config = msgspec.structs.replace(GOOD.config, **{key: changes.pop(key) for key in KNOWN if key in changes})
+    return judge(msgspec.structs.replace(GOOD, config=config, **changes))
+
+
 def finding(name: str, **changes: object) -> Check:
-    checks = {check.name: check for check in judge(msgspec.structs.replace(GOOD, **changes))}
-    return checks[name]
+    return {check.name: check for check in checks(**changes)}[name]
 
 
 def test_a_good_machine_has_nothing_but_ok():
@@ -67,9 +71,9 @@ def test_a_good_machine_has_nothing_but_ok():
         ("gpu", {"gpu": True, "cards": (H200, H200)}, Level.OK, "2 x NVIDIA H200 (32.0 GT/s PCIe x16; copies not"),
         ("gpu", {"gpu": True, "cards": (H200,), "visible": ""}, Level.WARNING, "hides them"),
         ("gpu", {"gpu": True, "cards": (H200,), "visible": "0"}, Level.OK, "1 x NVIDIA H200"),
-        ("folder", {"folder": "/kv", "folder_error": "/kv is no folder"}, Level.ERROR, "/kv is no folder"),
-        ("folder", {"folder": "/kv", "folder_room": GIB, "folder_bytes": 2 * GIB}, Level.WARNING, "room for 1.0 GiB"),
-        ("folder", {"folder": "/kv", "folder_room": 3 * GIB, "folder_bytes": 2 * GIB}, Level.OK, "/kv"),
+        ("folder", {"disk_path": "/kv", "folder_error": "/kv is no folder"}, Level.ERROR, "/kv is no folder"),
+        ("folder", {"disk_path": "/kv", "folder_room": GIB, "disk_bytes": 2 * GIB}, Level.WARNING, "room for 1.0 GiB"),
+        ("folder", {"disk_path": "/kv", "folder_room": 3 * GIB, "disk_bytes": 2 * GIB}, Level.OK, "/kv"),
         ("disk", {"cache_error": "/c is no folder"}, Level.WARNING, "no folder"),
         ("memlock", {"memlock": 8 << 20}, Level.NOTE, "8 MiB"),
         ("memlock", {"memlock": 4 * GIB}, Level.OK, "4.0 GiB"),
@@ -104,12 +108,12 @@ def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level
         {"cache_free": 0},
         {"cache_error": "x"},
         {"gpu": True, "torch": "2.13.0"},
-        {"folder": "/kv", "folder_error": "x"},
-        {"folder": "/kv", "folder_bytes": 1},
+        {"disk_path": "/kv", "folder_error": "x"},
+        {"disk_path": "/kv", "folder_room": 0, "disk_bytes": 1},
     ],
 )
 def test_whatever_is_a_warning_or_an_error_says_what_to_do(changes):
-    bad = [c for c in judge(msgspec.structs.replace(GOOD, **changes)) if c.level in (Level.WARNING, Level.ERROR)]
+    bad = [c for c in checks(**changes) if c.level in (Level.WARNING, Level.ERROR)]
     assert bad
     assert all(check.advice for check in bad)
 
@@ -131,13 +135,13 @@ def test_a_folder_where_the_kernel_keeps_no_files_is_refused_with_another_advise
 
 
 def test_where_nothing_is_free_no_size_of_nothing_is_advised():
-    assert "disk_bytes" not in finding("folder", folder="/kv", folder_room=0, folder_bytes=1).advice
+    assert "disk_bytes" not in finding("folder", disk_path="/kv", folder_room=0, disk_bytes=1).advice
 
 
 def test_this_machine_can_be_looked_at_and_a_bad_setting_is_a_finding(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path), "LAYERCAST_HOST_BYTES": "1048576"}
     facts = gather(None, environ, ())
-    assert facts.host_bytes == 1 << 20
+    assert facts.config.host_bytes == 1 << 20
     assert facts.cache == str(tmp_path / "layercast")
     assert facts.loopback_error == ""
     assert facts.config_error == ""

@@ -6,16 +6,14 @@ import pytest
 
 from layercast.config import Config, from_mapping
 from layercast.doctor.checks import Level
-from layercast.doctor.machine import gather, judge
+from layercast.doctor.machine import Facts, gather, judge
 from layercast.doctor.model import Model
 from layercast.doctor.vllm import (
     MODULE,
-    Setup,
     block_tokens,
     bytes_per_token,
     judge_model,
     serve_command,
-    setup,
 )
 from layercast.spec.groups import GroupKind
 
@@ -29,7 +27,7 @@ LLAMA = Model(
     longest=8192,
 )
 HYBRID = msgspec.structs.replace(LLAMA, layers={FULL: 4, RECURRENT: 36}, state_bytes=400_000)
-HERE = Setup(vllm="0.32.0", gpu=False, config=Config(host_bytes=1 << 30))
+HERE = Facts(vllm="0.32.0", gpu=False, config=Config(host_bytes=1 << 30))
 
 ON_GPU = msgspec.structs.replace(HERE, gpu=True)
 
@@ -98,7 +96,9 @@ def test_no_more_memory_is_advised_than_is_found_to_be_enough(gpu, gib):
     facts = gather(None, {}, ["host_bytes=1048576"])
     at = msgspec.structs.replace(HERE, gpu=gpu, memory_free=gib << 30, config=Config(host_bytes=1 << 20))
     room = finding("room", msgspec.structs.replace(LLAMA, longest=1 << 20), at)
-    facts = msgspec.structs.replace(facts, memory_free=gib << 30, host_bytes=int(room.advice.split("host_bytes=")[1]))
+    facts = msgspec.structs.replace(
+        facts, memory_free=gib << 30, config=Config(host_bytes=int(room.advice.split("host_bytes=")[1]))
+    )
     assert next(check for check in judge(facts) if check.name == "memory").level is Level.OK
 
 
@@ -130,10 +130,10 @@ def parsed(command):
 
 def test_the_command_has_what_differs_from_the_defaults_and_can_be_typed():
     at = msgspec.structs.replace(HERE, config=Config(host_bytes=1 << 30, lease_s=5.0, disk_path="/it's here"))
-    words, transfer = parsed(serve_command("my model", LLAMA, at))
+    words, transfer = parsed(serve_command("my model", LLAMA, at, "kv_consumer"))
     assert words[:3] == ["vllm", "serve", "my model"]
     assert "--mamba-cache-mode" not in words
-    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_consumer", "recompute")
     assert from_mapping(transfer["kv_connector_extra_config"]) == at.config
     assert "kv_connector_module_path" not in transfer
 
@@ -146,12 +146,12 @@ def test_a_hybrid_gets_the_flags_that_keep_its_states_and_an_unseen_plugin_its_m
 
 
 def test_the_place_is_looked_at_through_the_environment_that_is_given(tmp_path):
-    facts = gather(None, {"XDG_CACHE_HOME": str(tmp_path)}, ())
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
     closed = {"VLLM_PLUGINS": "others", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    at = setup(facts, Config(), closed, "kv_producer")
-    assert (at.allowed, at.expandable, at.role) == (False, True, "kv_producer")
-    assert setup(facts, Config(), {"VLLM_PLUGINS": "a,layercast"}).allowed
-    assert setup(facts, Config(), {}).allowed
+    at = gather(None, home | closed, ())
+    assert (at.allowed, at.expandable) == (False, True)
+    assert gather(None, home | {"VLLM_PLUGINS": "a,layercast"}, ()).allowed
+    assert gather(None, home, ()).allowed
 
 
 def test_on_a_cpu_vllms_own_cache_is_bounded_and_still_holds_the_longest_prompt():

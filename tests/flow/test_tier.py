@@ -1,5 +1,6 @@
 """Copies between a slab and a store: whole and checked, or told of; on threads that outlive no close."""
 
+import itertools
 import threading
 from contextlib import contextmanager
 
@@ -10,25 +11,29 @@ from layercast.errors import DeadlineExceeded
 from layercast.flow.orders import KeyedSlots, TierOrder
 from layercast.flow.tier import Tier
 from layercast.spec.groups import GroupKind, GroupSpec
-from layercast.store.memory import MemoryStore
+from layercast.store.folder import FolderStore
 from layercast.store.slab import Slab
-from layercast.testing.faults import FakeClock, Faults, FaultyStore
 from layercast.testing.oracle import ByteEngine
 
 SPECS = [GroupSpec("full", GroupKind.FULL, 4, (0, 1)), GroupSpec("state", GroupKind.RECURRENT, 8, (2, 3, 4))]
 KEYS = tuple(bytes([number]) * 32 for number in range(8))
 
 
-class Stuck(MemoryStore):
+class Stuck(FolderStore):
     """Answers nothing until it is told to."""
 
-    def __init__(self):
-        super().__init__(1 << 20, FakeClock())
+    def __init__(self, folder, capacity):
+        super().__init__(folder, capacity)
         self.let = threading.Event()
 
     def present(self, keys):
         self.let.wait(30)
         return super().present(keys)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FolderStore(tmp_path, 1 << 20)
 
 
 @contextmanager
@@ -49,10 +54,6 @@ def tier_over(store, verify=True):
     assert threading.active_count() == threads
 
 
-def store_of(capacity=1 << 20):
-    return MemoryStore(capacity, FakeClock())
-
-
 def copied(tier, fetch, *blocks):
     """The outcome of one order for (group, keys, slots)."""
     tier.begin(TierOrder("order", fetch, tuple(KeyedSlots(*block) for block in blocks)))
@@ -66,8 +67,8 @@ def content(slab, group, slot):
     return [slab.read(group, slot, layer) for layer in slab.layout.groups[group].layers]
 
 
-def test_what_went_down_comes_up_in_other_slots_with_its_digests():
-    with tier_over(store_of()) as (tier, slab):
+def test_what_went_down_comes_up_in_other_slots_with_its_digests(store):
+    with tier_over(store) as (tier, slab):
         down = copied(tier, False, (0, KEYS[:2], (3, 1)), (1, KEYS[2:3], (0,)))
         up = copied(tier, True, (0, KEYS[:2], (0, 2)), (1, KEYS[2:3], (3,)))
         assert down.done
@@ -78,18 +79,17 @@ def test_what_went_down_comes_up_in_other_slots_with_its_digests():
             assert (slab.digests[group][:, source] == slab.digests[group][:, target]).all()
 
 
-def test_what_is_there_is_not_written_again():
-    store = store_of()
+def test_what_is_there_is_not_written_again(store):
     with tier_over(store) as (tier, _):
         copied(tier, False, (0, KEYS[:1], (0,)))
-        used = store.used
+        files = {path: path.stat().st_mtime_ns for path in store.folder.rglob("*")}
         again = copied(tier, False, (0, KEYS[:1], (1,)))
-        assert (again.done, again.nbytes, store.used) == (True, 0, used)
+        assert (again.done, again.nbytes) == (True, 0)
+        assert {path: path.stat().st_mtime_ns for path in store.folder.rglob("*")} == files
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_slot_that_is_not_what_was_saved_does_not_go_down(verify):
-    store = store_of()
+def test_a_slot_that_is_not_what_was_saved_does_not_go_down(store, verify):
     with tier_over(store, verify) as (tier, slab):
         slab.write(0, 2, 1, slab.read(0, 2, 1)[::-1])
         outcome = copied(tier, False, (0, KEYS[:2], (1, 2)))
@@ -97,44 +97,59 @@ def test_a_slot_that_is_not_what_was_saved_does_not_go_down(verify):
         assert store.present(KEYS[:2]) == [True, not verify]
 
 
-@pytest.mark.parametrize(
-    "faults", [Faults(fail_read_at=2), Faults(delay_s=6.0), Faults(evict_after_open=True)], ids=str
-)
-def test_what_does_not_come_up_whole_is_told_of(faults):
-    clock = FakeClock()
-    store = FaultyStore(MemoryStore(1 << 20, clock), clock)
+def damage(store):
+    file = store.folder / "01" / ("01" * 32)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def be_slow(store):
+    """Each look at the clock is six seconds after the one before."""
+    store._ledger.clock = itertools.count(0, 6).__next__
+
+
+def lose_what_was_opened(store):
+    open_read = store.open_read
+
+    def opened_and_lost(keys, lease_s):
+        read = open_read(keys, lease_s)
+        (store.folder / "01" / ("01" * 32)).unlink()
+        return read
+
+    store.open_read = opened_and_lost
+
+
+@pytest.mark.parametrize("fault", [damage, be_slow, lose_what_was_opened])
+def test_what_does_not_come_up_whole_is_told_of(store, fault):
     with tier_over(store) as (tier, _):
         assert copied(tier, False, (0, KEYS[:2], (0, 1))).done
-        store.faults = faults
+        fault(store)
         outcome = copied(tier, True, (0, KEYS[:2], (2, 3)))
         assert (outcome.done, outcome.nbytes, outcome.reason != "") == (False, 0, True)
 
 
-def test_an_object_of_another_size_does_not_come_up():
-    with tier_over(store_of()) as (tier, _):
+def test_an_object_of_another_size_does_not_come_up(store):
+    with tier_over(store) as (tier, _):
         copied(tier, False, (0, KEYS[:1], (0,)))
         outcome = copied(tier, True, (1, KEYS[:1], (1,)))
         assert not outcome.done
         assert "recompute" in outcome.reason
 
 
-@pytest.mark.parametrize("faults", [Faults(fail_write_at=3), Faults(short_write_at=1)], ids=str)
-def test_a_write_that_fails_leaves_what_was_whole_before_it(faults):
-    clock = FakeClock()
-    store = FaultyStore(MemoryStore(1 << 20, clock), clock, faults)
+def test_a_write_that_fails_leaves_what_was_whole_before_it(store):
+    (store.folder / "01").write_bytes(b"no folder")
     with tier_over(store) as (tier, _):
         assert not copied(tier, False, (0, KEYS[:2], (0, 1))).done
-        assert store.present(KEYS[:2]) == [faults.fail_write_at is not None, False]
+        assert store.present(KEYS[:2]) == [True, False]
 
 
-def test_a_full_store_takes_less():
-    with tier_over(store_of(capacity=8)) as (tier, _):
+def test_a_full_store_takes_less(tmp_path):
+    with tier_over(FolderStore(tmp_path, 8)) as (tier, _):
         outcome = copied(tier, False, (0, KEYS[:1], (0,)))
         assert (outcome.done, "write fewer" in outcome.reason) == (False, True)
 
 
-def test_copies_that_do_not_end_are_told_of_at_the_close():
-    store = Stuck()
+def test_copies_that_do_not_end_are_told_of_at_the_close(tmp_path):
+    store = Stuck(tmp_path, 1 << 20)
     with tier_over(store) as (tier, _):
         for number in range(3):
             tier.begin(TierOrder(f"{number}", False, (KeyedSlots(0, KEYS[:1], (0,)),)))
@@ -146,8 +161,7 @@ def test_copies_that_do_not_end_are_told_of_at_the_close():
         assert [outcome.reason for outcome in tier.ended()][1:] == ["cancelled"] * 2
 
 
-def test_what_waits_for_bytes_does_not_wait_behind_what_is_written():
-    store = store_of()
+def test_what_waits_for_bytes_does_not_wait_behind_what_is_written(store):
     with tier_over(store) as (tier, _):
         copied(tier, False, (0, KEYS[:1], (0,)))
         let, present = threading.Event(), store.present

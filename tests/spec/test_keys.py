@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.errors import NotCacheable
-from layercast.spec.keys import Extra, ExtraKind, Identity, block_keys, continued_keys
+from layercast.spec.keys import Extra, ExtraKind, Identity, block_keys, keys_of, token_bytes
 
 GOLDEN = Path(__file__).with_name("golden_keys.json")
 IDENTITY = Identity(
@@ -94,9 +94,8 @@ tokens_lists = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 def test_a_chain_that_is_continued_equals_one_from_the_start(tokens, known, extras):
     keys = block_keys(IDENTITY, tokens, extras)
     known = min(known, len(keys))
-    assert block_keys(IDENTITY, tokens, extras, known=keys[:known]) == keys
-    parent = keys[known - 1] if known else IDENTITY.digest()
-    assert continued_keys(parent, tokens[known * 4 :], 4, extras, first_block=known) == keys[known:]
+    parent, rest = keys[known - 1] if known else IDENTITY.digest(), tokens[known * 4 : len(keys) * 4]
+    assert keys_of(parent, token_bytes(rest), 4, extras, first_block=known) == keys[known:]
     assert block_keys(IDENTITY, np.array(tokens, np.int32), lambda block: extras.get(block, ())) == keys
 
 
@@ -233,4 +232,4 @@ def test_a_token_id_that_is_none_is_refused(token):
 
 def test_a_parent_that_is_no_key_is_refused():
     with pytest.raises(NotCacheable, match="32 bytes, not 3"):
-        continued_keys(b"abc", [1, 2, 3, 4], 4)
+        keys_of(b"abc", token_bytes([1, 2, 3, 4]), 4)

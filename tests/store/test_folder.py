@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from layercast.errors import Corrupt, FolderLost, Full, Missing
+from layercast.errors import Corrupt, DeadlineExceeded, FolderLost, Missing
 from layercast.store.folder import HEADER, UNFINISHED, FolderStore
-from layercast.testing.faults import FakeClock
+from layercast.testing.clock import FakeClock
 from layercast.testing.store_laws import CAPACITY, LEASE_S, StoreLaws, content, get, key, put, there
 
 
@@ -255,16 +255,16 @@ def test_files_are_for_their_owner_alone(folder):
     assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
 
 
-def test_leases_end_by_the_clock_of_the_store(folder):
-    clock = FakeClock()
-    store = FolderStore(folder, CAPACITY, clock)
+def test_a_read_that_outlives_its_lease_is_not_trusted(folder):
+    """The lease ends between the check before the copy and the one after it."""
+    clock, times = FakeClock(), iter([0.0, LEASE_S])
+    store = FolderStore(folder, CAPACITY, lambda: next(times) if reading else clock())
+    reading = False
     put(store, 1)
-    store.open_read([key(1)], LEASE_S)
-    with pytest.raises(Full):
-        store.open_write([key(2)], [CAPACITY])
-    clock.advance(LEASE_S)
-    put(store, 2, size=CAPACITY)
-    assert there(store, 1, 2) == [False, True]
+    with store.open_read([key(1)], LEASE_S) as read:
+        reading = True
+        with pytest.raises(DeadlineExceeded):
+            read.read(0, 0, bytearray(8))
 
 
 def test_an_unfinished_file_that_may_not_be_opened_to_write_is_nobodys_trouble(folder):

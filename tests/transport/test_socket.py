@@ -314,6 +314,8 @@ def test_a_paced_link_carries_its_rate_and_not_more():
     for side in (ours, theirs):
         side.transport.close(SOON_S)
     assert 0.1 <= took < 1.0
+    with pytest.raises(BadSetting, match="more than 0"):
+        SocketTransport(SECRET, link_gbps=0.0)
 
 
 def test_closing_while_a_peer_is_stuck_ends_by_its_deadline_and_later_well(side):

@@ -17,7 +17,7 @@ from layercast.control.scheduler import SchedulerSide, WorkerFacts
 from layercast.errors import LayoutMismatch
 from layercast.flow.batches import Ways
 from layercast.flow.tier import Tier
-from layercast.flow.worker import NO_PEERS, Peers, Worker
+from layercast.flow.worker import NO_PEERS, Worker
 from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import GroupSpec, Layout
 from layercast.spec.keys import Identity
@@ -32,7 +32,6 @@ def open_worker(
     *,
     keep: Sequence[object] = (),
     link_gbps: float | None = None,
-    peers: Peers = NO_PEERS,
     timeline: Timeline = OFF,
     rank: int = 0,
     ranks: int = 1,
@@ -49,7 +48,7 @@ def open_worker(
         if config.disk_path:
             tier = Tier(memory.slab, disk_of(config, rank, ranks), config.lease_s, ways.verify)
             closing.callback(tier.close, CLOSE_S)
-        yield Worker(ways, memory.mover, memory.gate, peers, keep, timeline, tier)
+        yield Worker(ways, memory.mover, memory.gate, NO_PEERS, keep, timeline, tier)
 
 
 def disk_of(config: Config, rank: int, ranks: int) -> Store:
@@ -93,11 +92,10 @@ def open_pool(
     *,
     keep: Sequence[object] = (),
     link_gbps: float | None = None,
-    peers: Peers = NO_PEERS,
     timeline: Timeline = OFF,
 ) -> Iterator[Pool]:
     """Both sides in one process, for an engine of one rank. identities: one a group; the rest as `open_worker`."""
-    with open_worker(engine, config, keep=keep, link_gbps=link_gbps, peers=peers, timeline=timeline) as worker:
+    with open_worker(engine, config, keep=keep, link_gbps=link_gbps, timeline=timeline) as worker:
         directory = Directory(worker.ways.slots, time.monotonic, config.lease_s)
         pool = Pool(
             worker, directory, engine, identities, _backing(directory, config, [group.spec for group in engine.groups])

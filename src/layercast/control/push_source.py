@@ -11,7 +11,7 @@ import msgspec
 from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket, Taken, encode
 from layercast.control.push_states import LIVE, PushEvent
 from layercast.control.pushes import Engine, Push, Pushes
-from layercast.errors import BadTransition, LayoutMismatch, Malformed, PeerLost, Refused
+from layercast.errors import LayoutMismatch, Malformed, PeerLost, Refused
 from layercast.flow.orders import PushOrder
 from layercast.flow.push import PeerMover, PushRun, routes_to
 from layercast.spec.groups import GroupKind
@@ -23,10 +23,24 @@ CONNECT_S = 5.0
 
 @dataclass(eq=False)
 class Outgoing(Push):
-    """A push that leaves here. `left`: layers of the last part that have not been sent."""
+    """A push that leaves here; its run tells it what has been sent. `left`: layers of the last part that have not."""
 
+    peer: Peer = field(kw_only=True)
+    source: "PushSource" = field(kw_only=True)
     run: PushRun = field(init=False)
     left: int = field(kw_only=True)
+
+    def layer_sent(self, order: PushOrder, layer: int, blocks: tuple[int, ...], digests: bytes) -> None:
+        """A layer of a part is in the peer's memory."""
+        self.source.sent(self, LayerDone(self.transfer, self.epoch, layer, order.last, blocks, digests))
+
+    def push_failed(self, error: BaseException) -> None:
+        """A copy failed."""
+        self.source.failed(self, error)
+
+    def push_quiet(self) -> None:
+        """A stopped push touches our blocks no more."""
+        self.source.quiet(self)
 
 
 class PushSource(Pushes[Outgoing]):
@@ -47,10 +61,11 @@ class PushSource(Pushes[Outgoing]):
         life_s = min(ticket.timeout_s, engine.config.push_timeout_s)
         deadline = engine.clock() + life_s
         peer = self._transport.connect(ticket.address, min(life_s, CONNECT_S))
-        push = Outgoing(ticket.transfer, ticket.epoch, deadline, peer=peer, left=len(engine.layout.layers))
-        mover = PeerMover(self._transport, peer, engine.mover, engine.keep)
+        layers = len(engine.layout.layers)
+        push = Outgoing(ticket.transfer, ticket.epoch, deadline, peer=peer, source=self, left=layers)
+        mover = PeerMover(self._transport, peer, engine.mover)
         config = msgspec.structs.replace(engine.config, verify=ticket.verify)
-        push.run = PushRun(ticket.transfer, routes, mover, _Voice(self, push), config, engine.timeline)
+        push.run = PushRun(ticket.transfer, routes, mover, push, config, engine.timeline)
         with self._lock:
             self._pushes[ticket.transfer] = push
         self._tell(push, Taken(ticket.transfer, ticket.epoch))
@@ -67,14 +82,10 @@ class PushSource(Pushes[Outgoing]):
             self._end(self.push(transfer), PushEvent.ABORT, reason)
 
     def forget(self, transfer: str) -> None:
-        """Drop an ended, quiet push and its connection."""
-        push = self.push(transfer)
-        if push.state in LIVE or not push.run.quiet:
-            raise BadTransition(f"{transfer} is {push.state} and still being sent; cancel it first")
-        with self._lock:
-            del self._pushes[transfer]
-        if push.peer is not None:
-            self._transport.disconnect(push.peer)
+        """Drop an ended, quiet push and its connection. Raises Missing, BadTransition."""
+        peer = self.push(transfer).peer
+        super().forget(transfer)
+        self._transport.disconnect(peer)
 
     def handle(self, peer: Peer, message: Confirmed | Aborted) -> None:
         """A message from a decode instance. Raises Malformed for what can't be about a push of ours."""
@@ -96,7 +107,7 @@ class PushSource(Pushes[Outgoing]):
     def sent(self, push: Outgoing, message: LayerDone) -> None:
         """A layer of a part is in the peer's memory: say so."""
         with self._lock:
-            if push.state not in LIVE or push.peer is None:
+            if push.state not in LIVE:
                 return
             push.see(PushEvent.LAYER)
             push.left -= message.last
@@ -111,19 +122,14 @@ class PushSource(Pushes[Outgoing]):
 
     def quiet(self, push: Outgoing) -> None:
         """A stopped push touches our blocks no more: what the peer offered is its own again."""
-        if push.peer is None:
-            push.hush()
-        else:
-            told = self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
-            # Not before the word is out: whoever sees a quiet push may drop its connection.
-            told.then(lambda _: push.hush())
+        told = self._transport.notify(push.peer, encode(Aborted(push.transfer, push.epoch, push.reason)))
+        told.then(lambda _: push.hush())  # not before the word is out: who sees a quiet push may drop its connection
 
     def _tell(self, push: Outgoing, message: Taken | LayerDone) -> None:
         """Say it; a push of which a word gets lost can't land any more."""
         try:
-            if push.peer is not None:
-                told = self._transport.notify(push.peer, encode(message))
-                told.then(lambda end: None if end.error is None else self.failed(push, end.error))
+            told = self._transport.notify(push.peer, encode(message))
+            told.then(lambda end: None if end.error is None else self.failed(push, end.error))
         except Refused as error:
             self.failed(push, error)
 
@@ -164,23 +170,3 @@ def _check_ticket(ticket: PushTicket) -> None:
                 f"{ticket.transfer}: group {spec.name!r} offers blocks {blocks[:8]}...; {count} different ones in "
                 f"0..{group.blocks - 1} are wanted for {ticket.tokens} tokens, or -1"
             )
-
-
-class _Voice:
-    """Tells the peer of one push what has been sent."""
-
-    def __init__(self, source: PushSource, push: Outgoing) -> None:
-        self._source, self._push = source, push
-
-    def layer_sent(self, order: PushOrder, layer: int, blocks: tuple[int, ...], digests: bytes) -> None:
-        """A layer of a part is in the peer's memory."""
-        message = LayerDone(self._push.transfer, self._push.epoch, layer, order.last, blocks, digests)
-        self._source.sent(self._push, message)
-
-    def push_failed(self, error: BaseException) -> None:
-        """A copy failed."""
-        self._source.failed(self._push, error)
-
-    def push_quiet(self) -> None:
-        """A stopped push touches our blocks no more."""
-        self._source.quiet(self._push)

@@ -11,7 +11,7 @@ from layercast.control.messages import Aborted, Confirmed, LayerDone, PushTicket
 from layercast.control.push_states import LIVE, PushEvent, PushState
 from layercast.control.pushes import Engine, Push, Pushes
 from layercast.control.ranges import block_ranges
-from layercast.errors import BadTransition, DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost, Refused
+from layercast.errors import DeadlineExceeded, LayercastError, Malformed, Missing, PeerLost, Refused
 from layercast.flow.orders import ReceiveOrder
 from layercast.flow.receive import Arrival
 from layercast.move.base import Flight
@@ -81,14 +81,6 @@ class PushTarget(Pushes[Incoming]):
             if push.see(PushEvent.ABORT, reason):
                 self._close(push, Missing(f"{transfer} was withdrawn: {reason}"), tell=True)
 
-    def forget(self, transfer: str) -> None:
-        """Drop an ended, quiet push."""
-        with self._lock:
-            push = self.push(transfer)
-            if push.state in LIVE or not push.quiet:
-                raise BadTransition(f"{transfer} is {push.state} and its blocks are still written; cancel it first")
-            del self._pushes[transfer]
-
     def handle(self, peer: Peer, message: Taken | LayerDone | Aborted) -> None:
         """A message from a prefill instance. Raises Malformed for what can't be about a push of ours."""
         with self._lock:
@@ -125,7 +117,7 @@ class PushTarget(Pushes[Incoming]):
         """Let `peer`, who has taken the ticket, write the blocks."""
         push.peer = peer
         for start, length in block_ranges(self._engine.layout, [sorted(group) for group in push.arrival.blocks]):
-            push.regions.append(self._transport.register(start, length, self._engine.keep, peer))
+            push.regions.append(self._transport.register(start, length, self._engine, peer))
 
     def _end(self, push: Incoming, event: PushEvent, reason: str) -> None:
         late = event is PushEvent.EXPIRE

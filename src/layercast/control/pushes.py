@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from layercast.config import Config
 from layercast.control.push_states import LIVE, PushEvent, PushState, after
-from layercast.errors import Missing
+from layercast.errors import BadTransition, Missing
 from layercast.move.base import Mover
 from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import Layout
@@ -55,7 +55,6 @@ class Engine:
     mover: Mover
     config: Config
     clock: Callable[[], float]
-    keep: tuple[object, ...] = ()
     timeline: Timeline = OFF
 
 
@@ -85,6 +84,14 @@ class Pushes(ABC, Generic[Kind]):
         if push is None:
             raise Missing(f"{transfer}: no such push here; it has ended and was forgotten")
         return push
+
+    def forget(self, transfer: str) -> None:
+        """Drop an ended, quiet push. Raises Missing, BadTransition."""
+        with self._lock:
+            push = self.push(transfer)
+            if push.state in LIVE or not push.quiet:
+                raise BadTransition(f"{transfer} is {push.state} and its blocks are still in use; cancel it first")
+            del self._pushes[transfer]
 
     def expire(self, now: float) -> None:
         """End the pushes whose deadline has come, and drop whoever may still write them, or never take them."""

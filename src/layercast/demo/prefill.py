@@ -11,12 +11,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import torch
 
 from layercast.config import Config
+from layercast.connector.transformers.embedded import open_engine
+from layercast.connector.transformers.engine import EngineSettings
+from layercast.connector.transformers.requests import Params
 from layercast.control.messages import PushTicket
+from layercast.demo.model import load
 from layercast.errors import DeadlineExceeded, PeerLost
 from layercast.observe.timeline import Span, Timeline
+from layercast.transport.socket import SocketTransport
 
+SETTINGS = EngineSettings(blocks=128, chunk_blocks=96)
+"""Of both processes. One chunk holds the whole prompt, so that a picture shows one pass through the layers."""
 START_S, END_S = 120.0, 30.0
 """Longest wait for the process to load its model, and to end."""
 
@@ -101,14 +109,6 @@ def prefill_process(setup: Setup) -> Iterator[Prefiller]:
 
 def _serve(connection: Connection, encoded: bytes) -> None:
     """The process: jobs until the parent goes away."""
-    import torch
-
-    from layercast.connector.transformers.embedded import open_engine
-    from layercast.connector.transformers.requests import Params
-    from layercast.demo.model import load
-    from layercast.demo.sizes import SETTINGS
-    from layercast.transport.socket import SocketTransport
-
     setup = msgspec.msgpack.decode(encoded, type=Setup)
     torch.set_num_threads(setup.threads)
     model, _ = load(Path(setup.folder), getattr(torch, setup.dtype))

@@ -165,7 +165,7 @@ def answers(modes: Mapping[str, ModeResult]) -> str:
 def panels_of(result: DemoResult) -> tuple[Panel, ...]:
     """One panel a mode that has spans."""
     return tuple(
-        Panel(name, spans, NOTES.get(name, ""), result.modes[name].ttft_ms / 1e3, 0.0)
+        Panel(name, spans, NOTES.get(name, ""), result.modes[name].ttft_ms / 1e3)
         for name, spans in result.spans.items()
         if spans
     )

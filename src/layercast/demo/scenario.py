@@ -23,10 +23,9 @@ from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine
 from layercast.connector.transformers.requests import Params, Result
 from layercast.demo.model import load, prepare, prompt_ids, quicker_dtype
-from layercast.demo.prefill import Done, Job, Prefiller, Setup, prefill_process
+from layercast.demo.prefill import SETTINGS, Done, Job, Prefiller, Setup, prefill_process
 from layercast.demo.prompt import EARLIER_QUESTION, QUESTION
 from layercast.demo.report import MODES, DemoResult, ModeResult, Taken, in_the_middle, mode_of, until_first_token
-from layercast.demo.sizes import SETTINGS
 from layercast.errors import Refused
 from layercast.observe.receipts import overlap
 from layercast.observe.timeline import SpanKind, Timeline

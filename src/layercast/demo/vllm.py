@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -38,24 +39,14 @@ HITS = ("bulk", "layerwise")
 CACHE_BYTES = 128 << 20
 """vLLM's own KV memory: plenty for one prompt."""
 LONGEST = 2048
+MOST_LINES = 1 << 16
+"""Of the connector's log that are kept for an answer's receipt: the one that `layercast why` would read."""
 
 
 class TimedConnector(LayercastConnector):
     """The connector with a recorder, and with a link that `run` sets. vLLM makes it, by its name."""
 
     timeline = Timeline()
-
-
-class _Receipts(logging.Handler):
-    """Keeps the lines that the connector logs, which `layercast why` would read."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
-        self.lines.append(record.getMessage())
 
 
 def run(options: Options, say: Callable[[str], None]) -> DemoResult:
@@ -80,9 +71,9 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
 class _Engine:
     """One vLLM engine and what its connector says of each request."""
 
-    def __init__(self, llm: LLM, receipts: _Receipts) -> None:
+    def __init__(self, llm: LLM, log: BufferingHandler) -> None:
         self.llm = llm
-        self._receipts = receipts
+        self._log = log
 
     def answer(self, name: str, prompt: list[int], *, empty_pool: bool = False, hit: bool = False) -> Taken:
         """One answer's figures, vLLM's own prefix cache being empty, and its spans up to the first token.
@@ -111,8 +102,8 @@ class _Engine:
         return ttft_s, text
 
     def _receipt(self, name: str) -> Receipt:
-        found = receipts_in(self._receipts.lines, name)
-        self._receipts.lines.clear()
+        found = receipts_in((record.getMessage() for record in self._log.buffer), name)
+        self._log.flush()
         if not found:
             raise Refused(f"{name}: the connector left no receipt; report this")
         return found[-1]
@@ -128,8 +119,8 @@ def _engine(folder: str, dtype: str, options: Options, name: str) -> Iterator[_E
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=msgspec.to_builtins(pool_of(options, name)),
     )
-    receipts, log = _Receipts(), logging.getLogger("layercast")
-    log.addHandler(receipts)
+    kept, log = BufferingHandler(MOST_LINES), logging.getLogger("layercast")
+    log.addHandler(kept)
     log.setLevel(logging.INFO)
     llm = LLM(
         model=folder,
@@ -143,9 +134,9 @@ def _engine(folder: str, dtype: str, options: Options, name: str) -> Iterator[_E
         use_tqdm_on_load=False,
     )
     try:
-        yield _Engine(llm, receipts)
+        yield _Engine(llm, kept)
     finally:
-        log.removeHandler(receipts)
+        log.removeHandler(kept)
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()

@@ -11,7 +11,7 @@ from layercast.doctor.checks import Check, Level, after_refusals
 from layercast.doctor.machine import gather, judge, settled
 from layercast.doctor.model import config_of, model_of, weight_bytes
 from layercast.doctor.translate import read, translate
-from layercast.doctor.vllm import flag_of, judge_model, serve_command, setup, transfer_of
+from layercast.doctor.vllm import flag_of, judge_model, serve_command, transfer_of
 
 FOR_A_MODEL = ("gpu", "memory", "memlock", "shm", "folder")
 """What of the machine matters to a model that vLLM serves; of these, the folder to settings without a model."""
@@ -48,9 +48,10 @@ def examine(
     known = model_of(config_of(model, environ))
     weights = 0 if facts.gpu else weight_bytes(model, environ)
     facts = msgspec.structs.replace(settled(facts, chosen), weight_bytes=weights)
-    at = setup(facts, chosen, environ, role)
     machine = (check for check in judge(facts) if check.name in FOR_A_MODEL)
-    return _report((*checks, *judge_model(known, at), *machine), serve_command(_folder_of(model), known, at))
+    return _report(
+        (*checks, *judge_model(known, facts), *machine), serve_command(_folder_of(model), known, facts, role)
+    )
 
 
 def _report(checks: Iterable[Check], command: str = "") -> Report:

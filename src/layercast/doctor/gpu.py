@@ -33,28 +33,25 @@ def cards(cache: Path, root: Path = Path("/")) -> tuple[Card, ...]:
     return tuple(_card(known.get(str(number), {}), cache, root) for number in numbers)
 
 
-def _fields(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _card(fields: dict[str, str], cache: Path, root: Path) -> Card:
-    bus = root / "sys/bus/pci/devices" / fields.get("Bus Location", "unknown").lower()
-    speed, width = (_line(bus / name) for name in ("max_link_speed", "max_link_width"))
-    link = f"{speed} x{width}" if speed and width else ""
-    uuid = fields.get("GPU UUID", "unknown").removeprefix("GPU-").replace("-", "")  # "?" where it is not told yet
-    found = (_costs(path) for path in sorted(cache.glob(f"costs-{uuid}.json")))
-    return Card(fields.get("Model", "an NVIDIA card"), link, next(filter(None, found), ""))
-
-
-def _line(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _fields(path: Path) -> dict[str, str]:
+    lines = (line.partition(":") for line in _text(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def _card(fields: dict[str, str], cache: Path, root: Path) -> Card:
+    bus = root / "sys/bus/pci/devices" / fields.get("Bus Location", "unknown").lower()
+    speed, width = (_text(bus / name) for name in ("max_link_speed", "max_link_width"))
+    link = f"{speed} x{width}" if speed and width else ""
+    uuid = fields.get("GPU UUID", "unknown").removeprefix("GPU-").replace("-", "")  # "?" where it is not told yet
+    found = (_costs(path) for path in sorted(cache.glob(f"costs-{uuid}.json")))
+    return Card(fields.get("Model", "an NVIDIA card"), link, next(filter(None, found), ""))
 
 
 def _costs(path: Path) -> str:

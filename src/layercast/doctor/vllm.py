@@ -6,7 +6,6 @@ Knows the connector's name and, in words, its refusals; imports nothing of it th
 import json
 import shlex
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -14,11 +13,10 @@ import msgspec
 from layercast.config import Config, size
 from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers
-from layercast.doctor.machine import Facts, judge_vllm, memory_left, version_of
+from layercast.doctor.machine import Facts, judge_vllm, memory_left
 from layercast.doctor.model import Model
 from layercast.spec.groups import GroupKind
 
-PLUGINS = "vllm.general_plugins"
 GPU_BLOCK, CPU_BLOCK, CPU_LATENT_BLOCK = 16, 128, 16
 """Tokens of vLLM's blocks unless told otherwise."""
 CPU_CACHE_BYTES = 1 << 30
@@ -31,42 +29,7 @@ WORDS = {
 }
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """How vLLM would start here. vllm: its version, None = not installed. config: the pool's settings.
-
-    command: whether `vllm` finds its own package. plugin: whether our entry point is there; allowed: whether
-    VLLM_PLUGINS lets it in. expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
-    memory_free: bytes beside the weights, None where the system does not tell.
-    """
-
-    vllm: str | None
-    gpu: bool
-    config: Config
-    role: str = "kv_both"
-    command: bool = True
-    plugin: bool = True
-    allowed: bool = True
-    expandable: bool = False
-    memory_free: int | None = None
-
-
-def setup(facts: Facts, config: Config, environ: Mapping[str, str], role: str = "kv_both") -> Setup:
-    """How vLLM would start on this machine."""
-    plugins = environ.get("VLLM_PLUGINS")
-    return Setup(
-        vllm=facts.vllm,
-        gpu=facts.gpu,
-        config=config,
-        role=role,
-        command=version_of("vllm") is not None,
-        plugin=any(found.name == "layercast" for found in entry_points(group=PLUGINS)),
-        allowed=plugins is None or "layercast" in plugins.split(","),
-        expandable="expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        memory_free=memory_left(facts),
-    )
-
-
-def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
+def judge_model(model: Model, at: Facts) -> tuple[Check, ...]:
     """A check for each thing that matters to this model."""
     found = (
         _engine(at),
@@ -83,10 +46,10 @@ def judge_model(model: Model, at: Setup) -> tuple[Check, ...]:
     return tuple(check for check in found if check is not None)
 
 
-def serve_command(name: str, model: Model, at: Setup) -> str:
+def serve_command(name: str, model: Model, at: Facts, role: str = "kv_both") -> str:
     """The command that serves the model with the connector, with the flags that it needs."""
     chosen, usual = msgspec.to_builtins(at.config), msgspec.to_builtins(Config())
-    transfer = transfer_of(at.role, {key: value for key, value in chosen.items() if value != usual[key]})
+    transfer = transfer_of(role, {key: value for key, value in chosen.items() if value != usual[key]})
     module = {} if at.plugin and at.allowed else {"kv_connector_module_path": MODULE}
     flags = [] if at.gpu else ["--kv-cache-memory-bytes", str(cpu_cache_bytes(model, at))]
     flags += ["--max-model-len", str(cpu_longest(model, at))] if cpu_longest(model, at) < model.longest else []
@@ -94,15 +57,16 @@ def serve_command(name: str, model: Model, at: Setup) -> str:
     return shlex.join(["vllm", "serve", name, *flags, *flag_of(transfer | module)])
 
 
-def cpu_longest(model: Model, at: Setup) -> int:
+def cpu_longest(model: Model, at: Facts) -> int:
     """Tokens of the longest prompt two of which take no more than half of the free memory on a CPU."""
     each = 2 * model.attention_layers * model.token_bytes
-    if at.gpu or at.memory_free is None or not each:
+    left = memory_left(at)
+    if at.gpu or left is None or not each:
         return model.longest
-    return min(model.longest, at.memory_free // 2 // each)
+    return min(model.longest, left // 2 // each)
 
 
-def cpu_cache_bytes(model: Model, at: Setup) -> int:
+def cpu_cache_bytes(model: Model, at: Facts) -> int:
     """Memory for vLLM's own cache on a CPU: two of the longest prompts that it has room for, or CPU_CACHE_BYTES."""
     return max(CPU_CACHE_BYTES, 2 * cpu_longest(model, at) * model.attention_layers * model.token_bytes)
 
@@ -118,7 +82,7 @@ def flag_of(transfer: Mapping[str, Any]) -> tuple[str, str]:
     return "--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))
 
 
-def block_tokens(model: Model, at: Setup) -> int:
+def block_tokens(model: Model, at: Facts) -> int:
     """Tokens of a block: the least of vLLM's steps whose KV in a layer is no smaller than a state."""
     step = GPU_BLOCK if at.gpu else CPU_LATENT_BLOCK if GroupKind.LATENT in model.layers else CPU_BLOCK
     if not (model.state_bytes and model.attention_layers and model.token_bytes):
@@ -126,7 +90,7 @@ def block_tokens(model: Model, at: Setup) -> int:
     return step * max(1, -(-model.state_bytes // (step * model.token_bytes)))
 
 
-def bytes_per_token(model: Model, at: Setup) -> float:
+def bytes_per_token(model: Model, at: Facts) -> float:
     """Bytes that the pool keeps for a token, over all layers; states are spread over the tokens between two of them."""
     from layercast.store.slab import SNAPSHOT_TOKENS  # here, since it brings numpy
 
@@ -137,7 +101,7 @@ def bytes_per_token(model: Model, at: Setup) -> float:
 # ---- judging ----
 
 
-def _engine(at: Setup) -> Check:
+def _engine(at: Facts) -> Check:
     if at.vllm is None:
         advice = "pip install vllm (its CPU build: make demo-vllm); until then there is only this report."
         return Check("vllm", Level.WARNING, "vLLM is not installed here.", advice)
@@ -148,14 +112,14 @@ def _engine(at: Setup) -> Check:
     return judge_vllm(at.vllm)
 
 
-def _allocator(at: Setup) -> Check | None:
+def _allocator(at: Facts) -> Check | None:
     if not at.expandable:
         return None
     found = "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which vLLM refuses every KV connector."
     return Check("allocator", Level.ERROR, found, "Unset it for vLLM.")
 
 
-def _plugin(at: Setup) -> Check:
+def _plugin(at: Facts) -> Check:
     module = f'Or name the module, as a command here does: "kv_connector_module_path":"{MODULE}"'
     if not at.plugin:
         found = "layercast is not installed beside vLLM, which finds the connector by an entry point of the package."
@@ -165,7 +129,7 @@ def _plugin(at: Setup) -> Check:
     return Check("plugin", Level.OK, "vLLM finds the connector by its name.")
 
 
-def _model(model: Model, at: Setup) -> Check:
+def _model(model: Model, at: Facts) -> Check:
     layers = ", ".join(f"{count} layers {WORDS[kind]}" for kind, count in model.layers.items())
     found = f"{model.architecture}: {layers or 'no layers that are known here'}."
     if model.encoder_decoder:
@@ -186,7 +150,7 @@ def _model(model: Model, at: Setup) -> Check:
     return Check("model", Level.OK, found)
 
 
-def _groups(model: Model, at: Setup) -> Check:
+def _groups(model: Model, at: Facts) -> Check:
     release = numbers(at.vllm) if at.vllm else TELLS_FAILED
     if len(model.layers) == 1:
         how = "One kind of cache: a hit is loaded layer by layer, inside the forward where that costs others little."
@@ -202,7 +166,7 @@ def _groups(model: Model, at: Setup) -> Check:
     return Check("groups", Level.OK, how)
 
 
-def _bytes(model: Model, at: Setup) -> Check:
+def _bytes(model: Model, at: Facts) -> Check:
     tokens = block_tokens(model, at)
     if model.recurrent_layers and not model.state_bytes:
         found = f"{model.attention_layers * model.token_bytes:,} bytes a token, and states of a form not known here."
@@ -215,7 +179,7 @@ def _bytes(model: Model, at: Setup) -> Check:
     return Check("bytes", Level.OK, found)
 
 
-def _room(model: Model, at: Setup) -> Check | None:
+def _room(model: Model, at: Facts) -> Check | None:
     each = bytes_per_token(model, at)
     if not each:
         return None
@@ -230,8 +194,8 @@ def _room(model: Model, at: Setup) -> Check | None:
     found = f"{found}: {tokens / model.longest:,.1f} prompts of {model.longest:,}, the longest it was made for."
     if tokens >= model.longest:
         return Check("room", Level.OK, found)
-    need = int(model.longest * each) + 1
-    most = need if at.memory_free is None else at.memory_free // (2 if at.gpu else 4)  # CPUs keep vLLM's cache too
+    need, left = int(model.longest * each) + 1, memory_left(at)
+    most = need if left is None else left // (2 if at.gpu else 4)  # CPUs keep vLLM's cache too
     if need <= most:
         return Check("room", level, found, f"For one of them: --set host_bytes={need}")
     found = f"{found} One of them takes {size(need)}, more than the memory that is free here can spare."
@@ -239,7 +203,7 @@ def _room(model: Model, at: Setup) -> Check | None:
     return Check("room", level, found, more if most > at.config.host_bytes else "")
 
 
-def _own_memory(model: Model, at: Setup) -> Check | None:
+def _own_memory(model: Model, at: Facts) -> Check | None:
     if at.gpu:
         return None
     found = "On a CPU vLLM takes nearly all memory for a cache of its own, or does not start where others use some."

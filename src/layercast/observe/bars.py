@@ -41,13 +41,11 @@ def write_bars(
 
 def figure_of(panels: Sequence[Bars], title: str, ours: tuple[str, ...], limit: str) -> "Figure":
     """The picture, with a legend that names every colour in it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     heights = [len(panel.values) + 1.5 for panel in panels]
     figure = Figure(figsize=(10, 1.2 + 0.3 * sum(heights)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
     for ax, panel in zip(axes, panels, strict=True):

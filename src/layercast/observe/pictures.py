@@ -7,7 +7,7 @@ import html
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -49,25 +49,18 @@ NOTE_LETTERS = 90
 class Panel(msgspec.Struct, frozen=True):
     """One picture of one run. title: the mode; note: what to see in it.
 
-    first_token_s: seconds from zero to the answer's start. zero_s: when the request came, None = the first span.
+    Times are seconds since the request. first_token_s: the answer's start.
     """
 
     title: str
     spans: tuple[Span, ...]
     note: str = ""
     first_token_s: float = 0.0
-    zero_s: float | None = None
-
-    @property
-    def start_s(self) -> float:
-        """The time that is drawn as 0."""
-        return self.zero_s if self.zero_s is not None else min((span.start_s for span in self.spans), default=0.0)
 
     @property
     def length_s(self) -> float:
-        """Seconds from `start_s` to the last span's end, or to the first token."""
-        last = max((span.end_s for span in self.spans), default=0.0)
-        return max(last - self.start_s, self.first_token_s)
+        """Seconds to the last span's end, or to the first token."""
+        return max(self.first_token_s, *(span.end_s for span in self.spans), 0.0)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -95,7 +88,6 @@ def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
 
 def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
     """The panels, two a row, under a title and above a legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.patches import Patch
@@ -104,7 +96,6 @@ def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
     columns = min(2, len(panels))
     spacing = ConstrainedLayoutEngine(h_pad=0.10, w_pad=0.08, hspace=0.05)
     figure = Figure(figsize=(7.2 * columns, 1.7 + 3.9 * rows), dpi=120, layout=spacing)
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n", fontsize=15, fontweight="bold")
     figure.text(0.5, 1 - 0.47 / figure.get_figheight(), HOW_TO_READ, ha="center", va="top", fontsize=9.5, color="#444")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -126,7 +117,7 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
     for kind in _kinds([panel]):
         for span in (span for span in panel.spans if span.kind is kind):
             top, height = LANES.get(kind, COPY_LANE)
-            left, width = _ms(panel, span)
+            left, width = _ms(span)
             width = max(width, scale_ms / 400)  # a copy over a fast link must still be seen
             ax.broken_barh([(left, width)], (row_of[span.layer] + top, height), facecolors=COLOURS[kind], linewidth=0)
     if panel.first_token_s:
@@ -164,8 +155,9 @@ def _kinds(panels: Sequence[Panel]) -> list[SpanKind]:
     return [kind for kind in COLOURS if kind in present]
 
 
-def _ms(panel: Panel, span: Span) -> tuple[float, float]:
-    return (span.start_s - panel.start_s) * 1e3, (span.end_s - span.start_s) * 1e3
+def _ms(span: Span) -> tuple[float, float]:
+    """(start, length) of a span."""
+    return span.start_s * 1e3, (span.end_s - span.start_s) * 1e3
 
 
 def _check(panels: Sequence[Panel]) -> None:
@@ -183,7 +175,7 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
     _check(panels)
     scales = scales_ms(panels)
     legend = "".join(
-        f'<label><input type="checkbox" checked data-kind="{kind}"><i class="{kind}"></i>{WORDS[kind]}</label>'
+        f'<label><input type="checkbox" checked id="{kind}"><i class="{kind}"></i>{WORDS[kind]}</label>'
         for kind in _kinds(panels)
     )
     figures = "".join(_figure(panel, scale) for panel, scale in zip(panels, scales, strict=True))
@@ -193,10 +185,15 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
             how=HOW_TO_READ,
             legend=legend,
             figures=figures,
-            colours="".join(f".{kind}{{fill:{colour};background:{colour}}}" for kind, colour in COLOURS.items()),
-            script=_SCRIPT,
+            kinds="\n".join(_style(kind, colour) for kind, colour in COLOURS.items()),
         )
     )
+
+
+def _style(kind: SpanKind, colour: str) -> str:
+    """The colour of a kind, which is shown as long as its box in the legend is ticked."""
+    shown = f".{kind}{{fill:{colour};background:{colour}}}"
+    return f"{shown}body:has(#{kind}:not(:checked)) rect.{kind}{{display:none}}"
 
 
 def _figure(panel: Panel, scale_ms: float) -> str:
@@ -210,13 +207,14 @@ def _figure(panel: Panel, scale_ms: float) -> str:
         for layer in panel.layers[::step]
     ]
     for span in sorted(panel.spans, key=lambda span: list(COLOURS).index(span.kind), reverse=True):
-        left, width = _ms(panel, span)
+        left, width = _ms(span)
         top, tall = LANES.get(span.kind, COPY_LANE)
         moved = f", {span.nbytes:,} bytes" if span.nbytes else ""
         tip = f"layer {span.layer}: {WORDS[span.kind]}, {left:.1f} to {left + width:.1f} ms ({width:.2f} ms{moved})"
         parts.append(
             f'<rect class="{span.kind}" x="{_LEFT + left * per_ms:.2f}" y="{(row_of[span.layer] + top) * _ROW:.2f}" '
-            f'width="{max(width * per_ms, 1.5):.2f}" height="{tall * _ROW:.2f}" data-tip="{html.escape(tip)}"/>'
+            f'width="{max(width * per_ms, 1.5):.2f}" height="{tall * _ROW:.2f}">'
+            f"<title>{html.escape(tip)}</title></rect>"
         )
     if panel.first_token_s:
         at = _LEFT + panel.first_token_s * 1e3 * per_ms
@@ -232,7 +230,7 @@ def _figure(panel: Panel, scale_ms: float) -> str:
 
 def _axis(scale_ms: float, per_ms: float, height: int) -> str:
     step = next((s * 10**e for e in range(-2, 8) for s in (1, 2, 5) if scale_ms / (s * 10**e) <= 8), scale_ms or 1.0)
-    ticks: list[Any] = []
+    ticks = []
     for number in range(int(scale_ms / step) + 1):
         x = _LEFT + number * step * per_ms
         ticks.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
@@ -240,23 +238,6 @@ def _axis(scale_ms: float, per_ms: float, height: int) -> str:
     ticks.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{height + 28}" text-anchor="middle">ms since the request</text>')
     return "".join(ticks)
 
-
-_SCRIPT = """
-const tip = document.getElementById("tip");
-document.addEventListener("mousemove", event => {
-  const text = event.target.dataset && event.target.dataset.tip;
-  tip.hidden = !text;
-  if (!text) return;
-  tip.textContent = text;
-  tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-  tip.style.top = event.clientY + 18 + "px";
-});
-for (const box of document.querySelectorAll("input[data-kind]"))
-  box.addEventListener("change", () => {
-    for (const bar of document.querySelectorAll("rect." + box.dataset.kind))
-      bar.style.display = box.checked ? "" : "none";
-  });
-"""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -271,8 +252,6 @@ figure{{margin:0}}figcaption span{{float:right}}svg{{width:100%;display:block}}
 svg text{{font-size:10px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
 .first{{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 2}}
 label{{margin-right:18px;white-space:nowrap}}i{{display:inline-block;width:14px;height:14px;margin:0 6px -2px 2px}}
-#tip{{position:fixed;padding:4px 8px;background:#222;color:#fff;border-radius:4px;font-size:13px;pointer-events:none}}
-{colours}
-</style></head><body><h1>{title}</h1><p>{how}</p><p>{legend}</p><main>{figures}</main><div id="tip" hidden></div>
-<script>{script}</script></body></html>
+{kinds}
+</style></head><body><h1>{title}</h1><p>{how}</p><p>{legend}</p><main>{figures}</main></body></html>
 """

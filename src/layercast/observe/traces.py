@@ -28,7 +28,7 @@ def write_trace(panels: Sequence[Panel], path: Path) -> None:
                 "ph": "X",
                 "pid": process,
                 "tid": _THREADS[span.kind],
-                "ts": (span.start_s - panel.start_s) * 1e6,
+                "ts": span.start_s * 1e6,
                 "dur": (span.end_s - span.start_s) * 1e6,
                 "args": {"layer": span.layer, "bytes": span.nbytes, "request": span.request},
             }

@@ -86,20 +86,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_keys(
-    identity: Identity,
-    tokens: Sequence[int] | npt.NDArray[np.integer],
-    extras: ExtrasOf | None = None,
-    known: Sequence[bytes] = (),
+    identity: Identity, tokens: Sequence[int] | npt.NDArray[np.integer], extras: ExtrasOf | None = None
 ) -> list[bytes]:
     """One key for each full block of `tokens`; the tail of less than a block has none.
 
-    known: keys of the leading blocks that were computed before; they are kept, and only later tokens are hashed.
     Raises NotCacheable for a token id or an extra that can't be named.
     """
-    parent = known[-1] if known else identity.digest()
     full = len(tokens) // identity.block_size * identity.block_size
-    rest = tokens[len(known) * identity.block_size : full]
-    return [*known, *continued_keys(parent, rest, identity.block_size, extras, first_block=len(known))]
+    return keys_of(identity.digest(), token_bytes(tokens[:full]), identity.block_size, extras)
 
 
 def extras_for(extras: ExtrasOf | None, named: int, block_size: int) -> ExtrasOf | None:
@@ -119,25 +113,13 @@ def extras_for(extras: ExtrasOf | None, named: int, block_size: int) -> ExtrasOf
     return inside
 
 
-def continued_keys(
-    parent: bytes,
-    tokens: Sequence[int] | npt.NDArray[np.integer],
-    block_size: int,
-    extras: ExtrasOf | None = None,
-    first_block: int = 0,
-) -> list[bytes]:
-    """Keys of the full blocks in `tokens`, which follow the block whose key is `parent`.
-
-    first_block: index of the first of them in the whole prompt, by which `extras` is asked.
-    """
-    full = len(tokens) // block_size * block_size
-    return keys_of(parent, token_bytes(tokens[:full]), block_size, extras, first_block)
-
-
 def keys_of(
     parent: bytes, ids: bytes, block_size: int, extras: ExtrasOf | None = None, first_block: int = 0
 ) -> list[bytes]:
-    """As `continued_keys`, of whole blocks of `token_bytes`."""
+    """Keys of the whole blocks in `ids` (of `token_bytes`), which follow the block whose key is `parent`.
+
+    first_block: index of the first of them in the whole prompt, by which `extras` is asked.
+    """
     if len(parent) != KEY_BYTES:
         raise NotCacheable(f"a parent key has {KEY_BYTES} bytes, not {len(parent)}; start a chain from an identity")
     width = 4 * block_size

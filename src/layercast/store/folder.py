@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
+from threading import Lock
 
 import xxhash
 
-from layercast.errors import Corrupt, FolderLost, Full, LayercastError
-from layercast.store.base import ReadHandle, WriteHandle
-from layercast.store.buffered import BufferedRead, BufferedStore
-from layercast.store.ledger import Entry, missing
+from layercast.errors import BadTransition, Corrupt, FolderLost, Full, LayercastError, Missing, Refused
+from layercast.store.base import Store
+from layercast.store.handles import ReadHandle, WriteHandle
+from layercast.store.ledger import Entry, Ledger
 
 MAGIC = b"layercast file 1"
 HEADER = Struct("<16sQ16s")
@@ -29,18 +30,22 @@ HEADER = Struct("<16sQ16s")
 UNFINISHED = ".part"
 RECOUNT = 16
 """A part of the capacity: after writing so much, what other processes have written and used is looked at."""
+NAMED_KEYS = 3
+"""How many absent keys a message spells out."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FolderStore(BufferedStore):
+class FolderStore(Store):
     """At most `capacity` bytes of objects in `folder`, those being written included. clock: seconds, for leases.
 
     The folder is made if need be, for its owner alone. Raises FolderLost where it can't be read.
     """
 
     def __init__(self, folder: Path, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(capacity, clock)
         self.folder = folder
+        self._lock = Lock()
+        self._ledger = Ledger(capacity, clock)
+        self._closed = False
         self._uncounted = 0
         """Bytes written since the folder was last looked at."""
         try:
@@ -55,15 +60,21 @@ class FolderStore(BufferedStore):
 
     def open_write(self, keys: Sequence[bytes], sizes: Sequence[int]) -> WriteHandle:
         """See `Store.open_write`. Raises FolderLost too; a disk that is full shows at the commit, as Full."""
+        if len(keys) != len(sizes) or len(set(keys)) != len(keys) or any(size < 1 for size in sizes):
+            raise Refused(f"{len(set(keys))} distinct keys of {len(keys)}, {len(sizes)} sizes; each at least 1 byte")
+        total = sum(sizes)
         try:
             with self._lock:
                 self._check_open()
                 if self._uncounted > self._ledger.capacity // RECOUNT:
                     self._recount()
-                self._uncounted += sum(sizes)
-            return super().open_write(keys, sizes)
+                for key in self._ledger.room_for(total):
+                    self._drop(key)
+                self._ledger.used += total
+                self._uncounted += total
         except OSError as error:
             raise _typed(error, self.folder) from error
+        return WriteHandle(keys, sizes, self._admit, lambda: self._give_back(total))
 
     def open_read(self, keys: Sequence[bytes], lease_s: float) -> ReadHandle:
         """See `Store.open_read`. Another process may evict an object during the lease; then it is Missing."""
@@ -72,25 +83,39 @@ class FolderStore(BufferedStore):
             sizes = {key: self._size(key) for key in keys}
             absent = [key for key in keys if sizes[key] is None]
             if absent:
-                raise missing(absent, len(keys))
+                raise _missing(absent, len(keys))
             found = tuple(sizes[key] or 0 for key in keys)
             for key, size in zip(reversed(keys), reversed(found), strict=True):  # the first last to go
                 if key not in self._ledger.entries:
                     self._ledger.add(key, size)
                 with suppress(OSError):  # where only reading is allowed, others do not learn that it was used
                     os.utime(self._file(key), ns=(time.time_ns(),) * 2)
-            handle = BufferedRead(
-                self, tuple(keys), found, self.clock() + lease_s, lambda index: self._load(keys[index], found[index])
-            )
-            self._ledger.lease(handle, keys[::-1], handle.deadline)
-            return handle
+            lease, clock = object(), self._ledger.clock
+            deadline = clock() + lease_s
+            self._ledger.lease(lease, keys[::-1], deadline)
+        return ReadHandle(
+            found,
+            deadline,
+            clock,
+            fetch=lambda index: self._load(keys[index], found[index]),
+            let_go=lambda: self._let_go(lease, keys),
+        )
+
+    def evict(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store.evict`."""
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                if not self._ledger.held(key):
+                    self._discard(key)
+        return [not there for there in self.present(keys)]
 
     def close(self) -> None:
         """See `Store.close`. The files stay."""
         with self._lock:
             self._closed = True
 
-    def admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:
+    def _admit(self, keys: Sequence[bytes], objects: Sequence[bytearray]) -> None:
         """Write whole objects, then rename them; the first commit of a key stays. Raises Full, FolderLost."""
         written: list[tuple[str, int]] = []
         try:
@@ -109,11 +134,24 @@ class FolderStore(BufferedStore):
         except OSError as error:
             raise _typed(error, self.folder) from error
         finally:
-            self.give_back(sum(map(len, objects)))
+            self._give_back(sum(map(len, objects)))
             for unfinished, file in written:
                 with suppress(FileNotFoundError):
                     os.unlink(unfinished)
                 os.close(file)
+
+    def _give_back(self, size: int) -> None:
+        """End the room of a batch, written or not."""
+        with self._lock:
+            self._ledger.used -= size
+
+    def _let_go(self, lease: object, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._ledger.end(lease, keys)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadTransition("the store is closed; open another one")
 
     def _written(self, key: bytes, data: bytearray) -> tuple[str, int]:
         """A file with an object, not yet under its name, and its descriptor, whose lock says that a writer lives."""
@@ -143,7 +181,7 @@ class FolderStore(BufferedStore):
                 magic, length, digest = HEADER.unpack(file.read(HEADER.size).ljust(HEADER.size, b"\0"))
                 data = file.read(size + 1)
         except FileNotFoundError:
-            raise missing([key], 1) from None
+            raise _missing([key], 1) from None
         except OSError as error:
             raise _typed(error, self.folder) from error
         if magic != MAGIC or length != len(data) or length != size or digest != _digest(key, data):
@@ -233,3 +271,10 @@ def _typed(error: OSError, folder: Path) -> LayercastError:
     if error.errno in _NO_ROOM:
         return Full(f"{folder}: {error.strerror}; nothing more is kept there until there is room")
     return FolderLost(f"{folder}: {error.strerror}; see that it is there and may be read and written")
+
+
+def _missing(absent: Sequence[bytes], of: int) -> Missing:
+    """The error that names absent keys."""
+    named = ", ".join(key.hex() for key in absent[:NAMED_KEYS])
+    more = f" and {len(absent) - NAMED_KEYS} more" if len(absent) > NAMED_KEYS else ""
+    return Missing(f"{len(absent)} of {of} objects are not in the store: {named}{more}")

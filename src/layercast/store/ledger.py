@@ -4,13 +4,10 @@ Not thread-safe: a store calls it under its own lock. Does not know where object
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from layercast.errors import Full, Missing, Refused
-
-NAMED_KEYS = 3
-"""How many absent keys a message spells out."""
+from layercast.errors import Full
 
 
 @dataclass(slots=True, eq=False)
@@ -75,22 +72,3 @@ class Ledger:
         for key in keys:
             if key in self.entries:
                 self.entries[key].leases.pop(reader, None)
-
-
-def check_batch(keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-    """Refuse a batch to write that makes no sense."""
-    if len(keys) != len(sizes) or len(set(keys)) != len(keys) or any(size < 1 for size in sizes):
-        raise Refused(f"{len(set(keys))} distinct keys of {len(keys)}, {len(sizes)} sizes; each at least 1 byte")
-
-
-def check_range(sizes: Sequence[int], index: int, offset: int, end: int) -> None:
-    """Refuse bytes outside of object `index`."""
-    if not 0 <= index < len(sizes) or not 0 <= offset <= end <= sizes[index]:
-        raise Refused(f"bytes [{offset}, {end}) of object {index}: outside of a batch of {len(sizes)} objects {sizes}")
-
-
-def missing(absent: Sequence[bytes], of: int) -> Missing:
-    """The error that names absent keys."""
-    named = ", ".join(key.hex() for key in absent[:NAMED_KEYS])
-    more = f" and {len(absent) - NAMED_KEYS} more" if len(absent) > NAMED_KEYS else ""
-    return Missing(f"{len(absent)} of {of} objects are not in the store: {named}{more}")

@@ -4,6 +4,7 @@ Does not know which slots are in use, keys, leases or how bytes get here.
 """
 
 import mmap
+from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -106,14 +107,10 @@ def slots_for(layout: Layout, host_bytes: int) -> tuple[int, ...]:
         raise Refused(
             f"host_bytes = {host_bytes}: one block of each of the {len(tokens)} groups needs {least}; raise host_bytes"
         )
-    low, high = 1, max(tokens) * (host_bytes // min(group.block_bytes for group in layout.groups) + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if slab_bytes(layout, _coverage(middle, tokens)) <= host_bytes:
-            low = middle
-        else:
-            high = middle
-    return _coverage(low, tokens)
+    too_many = max(tokens) * (host_bytes // min(group.block_bytes for group in layout.groups) + 1)
+    covers = range(1, too_many)
+    most = bisect_right(covers, host_bytes, key=lambda cover: slab_bytes(layout, _coverage(cover, tokens)))
+    return _coverage(covers[most - 1], tokens)
 
 
 def tokens_per_slot(group: Group) -> int:

@@ -35,17 +35,13 @@ class SlotTable:
         """(first slot, number of slots) of every free extent, ascending."""
         return [(start, self._lengths[start]) for start in self._starts]
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether `count` slots are free, adjacent or not."""
-        return 0 <= count <= self.free_count
-
     def allocate(self, count: int, after: int | None = None) -> tuple[int, ...]:
         """`count` free slots, ascending, in as few runs as the free extents allow.
 
         Takes the extent that begins at `after` if it is long enough (so that a request's next chunk lies behind its
         last one), else the smallest that is, else the largest ones there are. Raises Full, and then takes nothing.
         """
-        if not self.can_allocate(count):
+        if not 0 <= count <= self.free_count:
             raise Full(f"{count} slots asked for, {self.free_count} of {self.slots} are free")
         taken: list[range] = []
         left = count

@@ -11,7 +11,6 @@ Laws (see `testing.TransportLaws`):
 - a peer is one life of one process: restarted on the same port, it is another peer.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import numpy.typing as npt
 
 from layercast.landing import Landing
 
-_log = logging.getLogger("layercast.transport")
 Ints = npt.NDArray[np.int64]
 MAX_MESSAGE = 1 << 20
 """Most bytes of one message."""
@@ -33,13 +31,13 @@ MIN_SECRET = 16
 class Address(msgspec.Struct, frozen=True):
     """Where a transport can be reached, and which life of it. May be sent to others.
 
-    incarnation: random for each transport made; "" connects to whichever is there.
+    incarnation: random for each transport made.
     """
 
     kind: str
     host: str
     port: int
-    incarnation: str = ""
+    incarnation: str
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -86,14 +84,6 @@ class Handler(Protocol):
     def on_lost(self, peer: Peer, error: Exception) -> None:
         """The connection has ended, whoever ended it. Told once a peer; it writes and says nothing any more."""
         ...
-
-
-def tell(handler: Handler, peer: Peer, message: bytes) -> None:
-    """Have a message handled; whatever the handler raises is logged."""
-    try:
-        handler.on_message(peer, message)
-    except Exception:  # noqa: BLE001  one message's trouble is its own
-        _log.exception("the handler raised on a message of %s", peer)
 
 
 class Transport(ABC):

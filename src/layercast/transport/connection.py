@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layercast.errors import DeadlineExceeded, Malformed, PeerLost
-from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes, tell
+from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes
 from layercast.transport.ledger import Ledger
 from layercast.transport.link import Link
 from layercast.transport.regions import Regions, views
@@ -54,7 +54,13 @@ class Connection:
     """Both directions of one socket, from the greeting to the loss of the peer."""
 
     def __init__(
-        self, sock: socket.socket, peer: Peer, regions: Regions, handler: Handler, ledger: Ledger, link: Link
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        regions: Regions,
+        handler: Handler,
+        ledger: Ledger,
+        link: Link | None,
     ) -> None:
         self.peer = peer
         self._sock = sock
@@ -146,11 +152,10 @@ class Connection:
 
     def _send_frame(self, frame: _Outgoing) -> None:
         buffers = frame.buffers()
-        chunk = self._link.chunk
-        if chunk is None:
+        if self._link is None:
             send(self._sock, buffers)
             return
-        for part in chunks(buffers, chunk):
+        for part in chunks(buffers, self._link.chunk):
             self._link.carry(sum(map(len, part)), frame.posted_at)
             send(self._sock, part)
 
@@ -167,7 +172,7 @@ class Connection:
             self._lose(PeerLost(f"the connection broke while receiving: {error}"))
         self._threads[0].join()  # it ends, since the connection is lost and the socket shut down
         self._sock.close()
-        self._tell()
+        self._tell_of_the_loss()
 
     def _handle(self, frame: Frame) -> None:
         if isinstance(frame, Ack):
@@ -180,7 +185,7 @@ class Connection:
             fill(self._sock, views(address, length))
             del owners
         else:
-            tell(self._handler, self.peer, frame.body)
+            self._tell(frame.body)
         with self._ledger.changed:
             self._unacknowledged += 1
             self._ledger.changed.notify_all()
@@ -193,7 +198,13 @@ class Connection:
         shut(self._sock)
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, message: bytes) -> None:
+        try:
+            self._handler.on_message(self.peer, message)
+        except Exception:  # noqa: BLE001  one message's trouble is its own
+            _log.exception("the handler raised on a message of %s", self.peer)
+
+    def _tell_of_the_loss(self) -> None:
         assert self._ledger.cause is not None
         try:
             self._handler.on_lost(self.peer, self._ledger.cause)

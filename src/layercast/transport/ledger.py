@@ -33,7 +33,7 @@ class Ledger:
         self._max_open_bytes = max_open_bytes
         self._max_open = max_open
 
-    def refusal(self, nbytes: int, entries: int = 1) -> Exception | None:
+    def refusal(self, nbytes: int, entries: int) -> Exception | None:
         """Why that much can't be opened now; None if it can. Into an empty ledger anything fits. Lock held."""
         if self.error is not None:
             return self.error

@@ -14,24 +14,19 @@ _CHUNK_S = 0.001
 
 
 class Link:
-    """At most `gbps` gigabits (of 125e6 bytes) a second over all connections; None is no limit."""
+    """At most `gbps` gigabits (of 125e6 bytes) a second over all connections."""
 
-    def __init__(self, gbps: float | None) -> None:
-        if gbps is not None and not gbps > 0:
+    def __init__(self, gbps: float) -> None:
+        if not gbps > 0:
             raise BadSetting(f"link_gbps = {gbps}: a link carries more than 0 gigabits a second")
-        self._rate = None if gbps is None else gbps * BYTES_PER_GBIT
+        self._rate = gbps * BYTES_PER_GBIT
+        self.chunk = max(1, int(self._rate * _CHUNK_S))
+        """Bytes to send at a time so that they spread over time."""
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    @property
-    def chunk(self) -> int | None:
-        """Bytes to send at a time so that they spread over time; None without a limit."""
-        return None if self._rate is None else max(1, int(self._rate * _CHUNK_S))
-
     def carry(self, nbytes: int, ready_at: float) -> None:
         """Sleep until the link would have carried that many bytes more, ready since `ready_at` (time.monotonic)."""
-        if self._rate is None:
-            return
         with self._lock:
             # Counted from when the link could have begun, not from when this thread woke: lateness never adds up.
             self._free_at = due = max(self._free_at, ready_at) + nbytes / self._rate

@@ -66,7 +66,7 @@ class FreeStep:
 class NoPool:
     """What an engine calls of a pool, which finds nothing and keeps nothing."""
 
-    busy_below = False
+    busy_below, config = False, Config()
 
     def match(self, tokens, extras=None):
         return Match(0, (), ())

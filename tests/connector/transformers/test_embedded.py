@@ -64,6 +64,15 @@ def test_the_second_turn_of_a_chat_finds_the_prompt_and_the_answer(models, stock
     assert second.tokens == stock(family, tuple(turn))[0]
 
 
+def test_what_is_generated_is_not_saved_where_the_settings_say_so(models):
+    prompt = prompt_of(125)
+    with pooled_engine(models("llama"), {"save_decode_cache": False}) as engine:
+        (first,) = engine.generate([prompt], Params(max_tokens=20))
+        engine.drain(10)
+        (second,) = engine.generate([[*prompt, *first.tokens, 5]], Params(max_tokens=1))
+        assert second.loaded_tokens == 112
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite4"])
 def test_any_chunking_saves_the_same_keys(models, family):
     prompt, saved = prompt_of(150), set()

@@ -84,7 +84,7 @@ def test_an_engine_of_other_block_size_is_refused_by_name_and_one_of_other_strid
             prefill.submit(prompt, push=ticket)
         if field:
             assert (prefill.idle, prefill.pushes.pending) == (True, 0)
-            assert not prefill.pushes.node._transport._channels
+            assert not prefill.pushes.node._transport._connections
             decode.abort(ticket.request)
         finished(prefill)
         finished(decode)
@@ -109,7 +109,7 @@ def test_a_ticket_of_an_earlier_life_on_the_same_port_is_refused_and_a_new_one_i
 def test_a_ticket_is_good_once_and_another_secret_never(models, stock):
     prompt = prompt_of(37)
     with (
-        pair(models("llama"), sockets=True) as (prefill, decode),
+        pair(models("llama")) as (prefill, decode),
         pooled_engine(models("llama"), transport=SocketTransport(b"quite another secret")) as stranger,
         pooled_engine(models("llama"), transport=SocketTransport(SECRET)) as second,
     ):
@@ -144,7 +144,7 @@ def test_an_engine_pushes_to_itself(models, stock):
 def test_a_hundred_pushes_at_once_land_beside_strangers_at_the_port(models, stock):
     prompts = [prompt_of(18, seed) for seed in range(100)]
     how = Params(max_tokens=2)
-    with pair(models("llama"), sockets=True, blocks=400, max_batch=100) as (prefill, decode):
+    with pair(models("llama"), blocks=400, max_batch=100) as (prefill, decode):
         tickets = [decode.offer(prompt, how) for prompt in prompts]
         place = (tickets[0].address.host, tickets[0].address.port)
         with contextlib.ExitStack() as stack:
@@ -163,8 +163,7 @@ def test_a_hundred_pushes_at_once_land_beside_strangers_at_the_port(models, stoc
         assert results[ticket.request].tokens == stock("llama", tuple(prompt))[0][:2]
 
 
-@pytest.mark.parametrize("sockets", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_aborts_at_random_on_both_sides_leave_both_at_rest_and_answers_right(models, stock, sockets):
+def test_aborts_at_random_on_both_sides_leave_both_at_rest_and_answers_right(models, stock):
     rng = np.random.default_rng(int(os.environ.get("LAYERCAST_SEED", "1")))
     runs = int(os.environ.get("LAYERCAST_RUNS", "3"))
     family = ["llama", "gemma3", "granite4"]
@@ -172,17 +171,17 @@ def test_aborts_at_random_on_both_sides_leave_both_at_rest_and_answers_right(mod
     sys.setswitchinterval(1e-6)
     try:
         for run in range(runs):
-            one_random_run(rng, models, stock, family[run % 3], sockets)
+            one_random_run(rng, models, stock, family[run % 3])
     finally:
         sys.setswitchinterval(before)
 
 
-def one_random_run(rng, models, stock, family, sockets):
+def one_random_run(rng, models, stock, family):
     prompts = [
         prompt_of(int(n), int(seed)) for n, seed in zip(rng.choice([2, 16, 17, 33, 70], 3), range(3), strict=True)
     ]
     asked, chance = {}, rng.uniform(0, 0.2)
-    with pair(models(family), sockets=sockets) as (prefill, decode):
+    with pair(models(family)) as (prefill, decode):
         for prompt in prompts:
             ticket = decode.offer(prompt, Params(max_tokens=4))
             asked[ticket.request] = (prompt, prefill.submit(prompt, push=ticket))

@@ -8,7 +8,6 @@ from tiny_models import tiny_model
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.errors import Full, LayoutMismatch, Refused
 from layercast.flow.orders import LoadEnd, LoadOutcome
-from layercast.transport.memory import MemoryHub, MemoryTransport
 from layercast.transport.socket import SocketTransport
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "gpt_oss", "granite4", "qwen3_next", "falcon_h1"]
@@ -17,11 +16,10 @@ LONG = Params(max_tokens=20)
 
 
 @contextmanager
-def pair(model, other=None, config=None, other_config=None, sockets=False, **changes):
+def pair(model, other=None, config=None, other_config=None, **changes):
     """A prefill and a decode engine, joined; threads end with them."""
     before = threading.active_count()
-    hub = MemoryHub()
-    ends = [SocketTransport(SECRET) if sockets else MemoryTransport(hub, SECRET) for _ in range(2)]
+    ends = [SocketTransport(SECRET) for _ in range(2)]
     with (
         pooled_engine(model, config, transport=ends[0], **changes) as prefill,
         pooled_engine(other or model, other_config or config, transport=ends[1], **changes) as decode,
@@ -57,9 +55,9 @@ def test_a_pushed_prompt_answers_as_a_cold_one_and_the_receiver_computes_one_tok
     assert result.tokens == stock(family, tuple(prompt))[0]
 
 
-def test_pushes_go_over_a_socket(models, stock):
+def test_several_pushes_at_once_answer_as_cold_ones(models, stock):
     prompts = [prompt_of(150, seed) for seed in range(3)]
-    with pair(models("gemma3"), sockets=True) as (prefill, decode):
+    with pair(models("gemma3")) as (prefill, decode):
         for prompt in prompts:
             prefill.submit(prompt, push=decode.offer(prompt, LONG))
         finished(prefill)
@@ -126,7 +124,7 @@ def test_a_receiver_that_gives_up_ends_the_prefill_too_and_nothing_leaks(models,
 def test_a_push_is_said_to_be_delivered_when_its_receiver_has_checked_it_and_not_before(models, monkeypatch, ending):
     monkeypatch.setattr("layercast.connector.transformers.engine.REPORT_WAIT_S", 0.02)
     prompt, stuck = prompt_of(37), threading.Event()
-    with pair(models("llama"), sockets=True) as (prefill, decode):
+    with pair(models("llama")) as (prefill, decode):
         ticket = decode.offer(prompt, LONG)
         target = decode.pushes.node.target
         handle, target.handle = target.handle, lambda *said: (stuck.wait(10), handle(*said))

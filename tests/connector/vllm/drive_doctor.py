@@ -5,8 +5,9 @@ import sys
 from lab import Engine, model, tell, without_checkpoints
 
 from layercast.config import Config
+from layercast.doctor.machine import Facts
 from layercast.doctor.model import config_of, model_of
-from layercast.doctor.vllm import Setup, block_tokens
+from layercast.doctor.vllm import block_tokens
 
 SETTINGS = {
     "llama": {},
@@ -16,7 +17,7 @@ SETTINGS = {
 }
 FLOAT32 = 2
 """Times what vLLM would take by itself: these tests compute in float32."""
-HERE = Setup(vllm=None, gpu=False, config=Config(host_bytes=1 << 30))
+HERE = Facts(config=Config(host_bytes=1 << 30))
 without_checkpoints()
 found = {}
 for name, settings in SETTINGS.items():

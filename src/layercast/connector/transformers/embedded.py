@@ -6,6 +6,7 @@ Does not know what the pool does with the memory it is shown.
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from hashlib import sha256
 
 import torch
@@ -41,22 +42,19 @@ def open_engine(
     link_gbps: pace the pool's copies (see `open_pool`). transport: its own from now on, for pushes.
     """
     config = config or Config()
+    named = partial(identities_of, model=type(model).__name__, weights_version=weights_digest(model))
     with ExitStack() as stack:
-        nodes: list[PushNode] = []
 
         def open_for(layout: Layout) -> Pool:
-            identities = identities_of(layout, model=type(model).__name__, weights_version=weights_digest(model))
-            pool = stack.enter_context(open_pool(layout, identities, config, link_gbps=link_gbps, timeline=timeline))
-            if transport is not None:
-                facts = PushFacts(layout, identities, pool.worker.mover, config, time.monotonic, timeline=timeline)
-                nodes.append(PushNode(facts, transport))
-                pool.worker.peers = nodes[0].peers
-                stack.callback(nodes[0].close, CLOSE_S)
-            return pool
+            return stack.enter_context(open_pool(layout, named(layout), config, link_gbps=link_gbps, timeline=timeline))
 
-        # The engine outlives its pool, so nothing moves into memory that is gone.
-        engine = Engine(model, open_for, settings)
-        engine.pushes.node = nodes[0] if nodes else None
+        engine = Engine(model, open_for, settings)  # outlives its pool, so nothing moves into memory that is gone
+        if transport is not None:
+            layout, worker = engine.memory.layout, engine.pool.worker
+            facts = PushFacts(layout, named(layout), worker.mover, config, time.monotonic, timeline=timeline)
+            node = engine.pushes.node = PushNode(facts, transport)
+            worker.peers = node.peers
+            stack.callback(node.close, CLOSE_S)
         yield engine
 
 

@@ -41,9 +41,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: tokens per block. blocks: blocks of each attention group. chunk_blocks: most blocks of a prompt in one
     forward. max_batch: most requests that answer at a time. state_block: tokens between snapshots of a recurrent
-    state, a multiple of block_size; a chunk never crosses one, so that any chunking saves the same keys. save_decode:
-    save the KV of answers. poison: fill free blocks with NaN (to find a wrong read). stall_s: longest that `generate`
-    waits while no forward can run.
+    state, a multiple of block_size; a chunk never crosses one, so that any chunking saves the same keys. poison: fill
+    free blocks with NaN (to find a wrong read). stall_s: longest that `generate` waits while no forward can run.
     """
 
     block_size: int = 16
@@ -52,7 +51,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int = 8
     state_block: int = 64
     block_major: bool = False
-    save_decode: bool = True
     poison: bool = False
     stall_s: float = 60.0
 
@@ -85,7 +83,7 @@ class Engine:
         counts = [self.settings.states if s.kind is GroupKind.RECURRENT else self.settings.blocks + 1 for s in specs]
         self.memory = PagedMemory(self.geometry, specs, counts, block_major=self.settings.block_major)
         allocators = [BlockAllocator(first_block(s), n - first_block(s)) for s, n in zip(specs, counts, strict=True)]
-        self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else _forget)
+        self.space = BlockSpace(specs, allocators, self.memory.poison if self.settings.poison else None)
         self.pool = pool(self.memory.layout)
         self.pushes = PushDesk(self.space)
         self._cache = LayerwiseCache(self.geometry, self.memory)
@@ -318,7 +316,7 @@ class Engine:
 
     def _to_save(self, request: Request, before: int, after: int) -> bool:
         size = self.settings.block_size
-        wanted = request.params.save and (self.settings.save_decode or after <= request.prompt_tokens)
+        wanted = request.params.save and (self.pool.config.save_decode_cache or after <= request.prompt_tokens)
         return wanted and after // size > before // size
 
     def _snapshot_at(self, tokens: int) -> bool:
@@ -362,7 +360,3 @@ class Engine:
         del self._live[request.id]
         self.pool.finish(request.id)
         return request.result(finish, reason)
-
-
-def _forget(group: int, blocks: list[int]) -> None:
-    """Freed blocks keep their old bytes."""

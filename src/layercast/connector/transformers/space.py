@@ -39,8 +39,9 @@ class BlockSpace:
         self,
         specs: Sequence[GroupSpec],
         allocators: Sequence[BlockAllocator],
-        on_free: Callable[[int, list[int]], None],
+        on_free: Callable[[int, list[int]], None] | None = None,
     ) -> None:
+        """on_free: is told (group, blocks) that became free; None where they may keep their old bytes."""
         self.specs = tuple(specs)
         self.allocators = tuple(allocators)
         self._on_free = on_free
@@ -176,7 +177,8 @@ class BlockSpace:
             table[at] = None
 
     def _release(self, group: int, blocks: Sequence[int]) -> None:
-        if freed := self.allocators[group].release(blocks):
+        freed = self.allocators[group].release(blocks)
+        if freed and self._on_free is not None:
             self._on_free(group, freed)
 
 
