@@ -72,6 +72,8 @@ class Chooser:
         self.rates = Rates(clock)
         self.halted = ""
         """Why nothing is loaded or saved any more."""
+        self.heard_of = 0
+        """How many loads have been reported."""
         self._block_bytes = tuple(block_bytes) or (0,) * len(specs)
         self._rules = Rules(
             threshold=config.kv_recompute_threshold,
@@ -88,6 +90,7 @@ class Chooser:
             self.halted = halted
             _log.error("the pool has stopped, everything is computed: %s", halted)
         for load in loads:
+            self.heard_of += 1
             if load.end is LoadEnd.LANDED:
                 self.rates.loaded(load.nbytes, load.transfer_s)
 

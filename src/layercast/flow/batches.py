@@ -84,6 +84,10 @@ class Ways:
         """Number of slots of each group."""
         return tuple(group.blocks for group in self.slab.layout.groups)
 
+    def saving_of(self, orders: Sequence[SaveOrder]) -> SaveRun:
+        """A step's saves, of which nothing has been planned yet."""
+        return SaveRun(orders, self.slab.layout.groups, self.slab.digests, self.rows)
+
     def load_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
         """(group, plan from slots to engine blocks) for every group that moves anything."""
         plans = [(pair.group, self.loading[pair.group].plan(pair.slots, pair.blocks)) for pair in pairs]
