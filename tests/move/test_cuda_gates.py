@@ -232,3 +232,25 @@ def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, m
     timer.start()
     assert gate.wait(0, SOON_S) < SOON_S
     timer.join()
+
+
+def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(device, mover, batch):
+    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate.arm({0: 1})
+    gate.open(0, mover.submit(batch, after=[arrival]))
+    device.failing["wait"] = 700
+    arrival.fail(ConnectionError("gone"))
+    assert gate.wait(0, SOON_S) < SOON_S
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)
+
+
+def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, copied):
+    gate, (flight, hand_over) = CudaGate(device, lambda: 99), copied
+    gate.arm({0: 1})
+    gate.open(0, flight)
+    device.failing["write"] = 1
+    hand_over()
+    assert not flight.handed(0)
+    flight.wave.issued.set()
+    gate.wait(0, SOON_S)
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)

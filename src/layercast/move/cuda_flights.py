@@ -202,7 +202,7 @@ class CudaFlight:
     def handed(self, timeout_s: float) -> bool:
         """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
         wave = self.wave
-        if wave.issued.is_set():
+        if wave.issued.is_set() or wave.done:
             return True
         deadline = time.monotonic() + timeout_s
         if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
@@ -225,7 +225,7 @@ class CudaFlight:
         what they wait for could never be handed over.
         """
         wave, number = self.wave, self.number
-        if not (wave.tally.reached(number) or self.done):
+        if not (self.done or wave.tally.reached(number) or self.refusal):
             driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
 
