@@ -189,13 +189,14 @@ class Engine:
     def check(self):
         """Forwards have read what they should, slots hold what they should, and all has been given back."""
         self.device.synchronize()
+        assert self.device.troubles == []
         assert [what for what in self.wrong if what[0] not in self.spoilt] == []
         slab, slots = self.worker.ways.slab, [slot for slot, _ in self.stored]
         for slot, name in self.stored:
             assert all(slab.read(0, slot, layer) == kv(name, layer).tobytes() for layer in range(LAYERS))
         assert sorted(self.blocks) == list(range(BLOCKS))
         assert sorted(self.slots + slots) == list(range(self.worker.ways.slots[0]))
-        assert (self.loads, self.saves, self.device.troubles) == ({}, {}, [])
+        assert (self.loads, self.saves) == ({}, {})
         assert self.worker.idle
 
     def _drop(self, request):
@@ -254,13 +255,14 @@ def small_paces(monkeypatch):
 @pytest.mark.usefixtures("small_paces")
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_a_forward_of_more_launches_than_a_queue_holds_gets_its_load(device, window):
+    device.gb_s = 0.001  # 4 ms a layer, so that most of it is yet to be handed over when the queue is full
     with engine_over(device) as engine:
         engine.begin(engine.load(8, window))
         engine.forward(launches=2 * LONGEST)
         assert engine.end() == ()
         engine.settle()
         engine.check()
-        assert list(engine.ends.values()) == [LoadEnd.LANDED]
+        assert [*engine.ends.values()] == [LoadEnd.LANDED]
 
 
 def test_a_forward_is_over_before_its_copies_are_and_reads_them_all_the_same(device):

@@ -48,8 +48,9 @@ class AsyncDevice(HostDevice):
         self._longest, self._patience_s = longest, patience_s
         self._driver, self._changed = threading.Lock(), threading.Condition()
         self._recorded: Counter[int] = Counter()
-        """How often each event has been recorded; it has happened when as many of these are carried out."""
-        self._happened: Counter[int] = Counter()
+        """How often each event has been recorded; it has happened once the last of these is carried out."""
+        self._happened: set[tuple[int, int]] = set()
+        """(event, which of its records) that are carried out."""
         self._engines = {kind: threading.Lock() for kind in range(3)}
         self._queues: dict[int, queue.Queue] = {}
         self._threads: dict[int, threading.Thread] = {}
@@ -69,14 +70,16 @@ class AsyncDevice(HostDevice):
             if not done.wait(self._patience_s):
                 self._stuck(f"stream {stream} does not come to its end")
 
+    def end(self) -> None:
+        """End the engine's stream, and what a test has left."""
+        for stream in [*self._queues]:
+            self.drop_stream(stream)
+
     def close(self) -> None:
-        """End the streams. All others that were made have been given back."""
+        """The same, where everything else that was made has been given back, and nothing has waited in vain."""
         self.drop_stream(self.compute)
         gc.collect()  # an error keeps the frame that it was raised in, and that its flight
-        assert not self._threads
-        assert not self.live
-        assert not self.pinned
-        assert self.troubles == []
+        assert (self._threads, self.live, self.pinned, self.troubles) == ({}, set(), {}, [])
 
     def _do(self, stream: int, work: Callable[[], object]) -> None:
         if stream == CALLER:
@@ -96,19 +99,19 @@ class AsyncDevice(HostDevice):
     def _record(self, event: int, stream: int):
         stream, _ = super()._record(event, stream)
         self._recorded[event] += 1
-        return stream, partial(self._happens, event)
+        return stream, partial(self._happens, event, self._recorded[event])
 
-    def _happens(self, event: int) -> None:
+    def _happens(self, event: int, nth: int) -> None:
         with self._changed:
-            self._happened[event] += 1
+            self._happened.add((event, nth))
             self._changed.notify_all()
 
     def _wait(self, stream: int, event: int, flags: int):
         stream, _ = super()._wait(stream, event, flags)
         return stream, partial(self._until, partial(self._has_happened, event, self._recorded[event]))
 
-    def _has_happened(self, event: int, times: int) -> bool:
-        return self._happened[event] >= times
+    def _has_happened(self, event: int, nth: int) -> bool:
+        return not nth or (event, nth) in self._happened
 
     def _set(self, word, value: int) -> None:
         with self._changed:
@@ -126,6 +129,13 @@ class AsyncDevice(HostDevice):
     def _stuck(self, what: str) -> None:
         self.troubles.append(what)
 
+    def _work(self, jobs: queue.Queue) -> None:
+        while (work := jobs.get()) is not None:
+            try:
+                work()
+            except AssertionError as error:
+                self._stuck(f"{threading.current_thread().name}: {work} went wrong: {error}")
+
     def happened(self, event: int) -> bool:
         with self._driver:
             return self._has_happened(event, self._recorded[event])
@@ -137,7 +147,7 @@ class AsyncDevice(HostDevice):
     def stream(self, *, urgent: bool) -> int:
         stream = super().stream(urgent=urgent)
         self._queues[stream] = jobs = queue.Queue(self._longest)
-        thread = self._threads[stream] = threading.Thread(target=_work, args=(jobs,), name=f"stream-{stream}")
+        thread = self._threads[stream] = threading.Thread(target=self._work, args=(jobs,), name=f"stream-{stream}")
         thread.start()
         return stream
 
@@ -191,8 +201,3 @@ def _slowly(work: Callable[[], object], seconds: float) -> None:
     if seconds:
         time.sleep(seconds)
     work()
-
-
-def _work(jobs: queue.Queue) -> None:
-    while (work := jobs.get()) is not None:
-        work()
