@@ -232,9 +232,11 @@ def engine_over(device, way=Way.ENGINE, **settings):
     threads, open_files = threading.active_count(), files()
     memory = ByteEngine(SPECS, BLOCKS, TOKEN_BYTES)
     config = Config(**{"host_bytes": 1 << 17, "kv_recompute_threshold": 0, "layer_wait_ms": 5000, **settings})
-    with device.in_place_of_cuda(device.compute, kernel=KERNEL, costs=WAYS[way]):
-        with open_worker(memory.layout, config, keep=memory.arrays.values()) as worker:
-            yield Engine(device, worker, memory)
+    with (
+        device.in_place_of_cuda(device.compute, kernel=KERNEL, costs=WAYS[way]),
+        open_worker(memory.layout, config, keep=memory.arrays.values()) as worker,
+    ):
+        yield Engine(device, worker, memory)
     assert threading.active_count() == threads
     assert files() == open_files
 
@@ -334,7 +336,7 @@ def run(engine, step, close_at=None):
 
 
 @pytest.mark.usefixtures("small_paces")
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(STEPS, max_size=6),
     st.sampled_from(Way),

@@ -190,9 +190,9 @@ class AsyncDevice(HostDevice):
 
         with (
             mock.patch.object(node, "open_memory", opened),
-            mock.patch.object(memory, "device_holding", lambda _address: self.device),
+            mock.patch.object(memory, "device_holding", return_value=self.device),
             mock.patch.object(memory.CudaMover, "of", mover_of),
-            mock.patch.object(cuda_gates, "torch_stream", lambda: stream),
+            mock.patch.object(cuda_gates, "torch_stream", return_value=stream),
         ):
             yield
 
