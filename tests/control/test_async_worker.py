@@ -101,9 +101,8 @@ class Engine:
 
     @staticmethod
     def _taken(free, count):
-        taken = free[:count]
-        del free[:count]
-        return taken
+        """Those that were given back last."""
+        return [free.pop() for _ in range(count)]
 
     # ---- forwards ----
 
@@ -115,13 +114,14 @@ class Engine:
         orders = StepOrders(self.steps, tuple(loads), tuple(saves), **rest)
         self.step = self.worker.begin(orders, after=(self.worker.mover.mark(),))
 
-    def forward(self, launches=0, at_layer=lambda _: None):
-        """One layer after another, with so many launches more in each."""
+    def forward(self, launches=0, at_layer=lambda _: None, seconds=0.0):
+        """One layer after another, with so many launches more in each, and one that takes so long."""
         for layer in range(LAYERS):
             at_layer(layer)
             self.step.wait(layer)
             for _ in range(launches):
                 self.device.launch()
+            self.device.launch(seconds=seconds)
             for request in self.reads:
                 load = self.loads[request]
                 self.device.launch(partial(self._look, request, layer, load.blocks, load.names))
@@ -234,9 +234,11 @@ def engine_over(device, way=Way.ENGINE, **settings):
     config = Config(**{"host_bytes": 1 << 17, "kv_recompute_threshold": 0, "layer_wait_ms": 5000, **settings})
     with (
         device.in_place_of_cuda(device.compute, kernel=KERNEL, costs=WAYS[way]),
-        open_worker(memory.layout, config, keep=memory.arrays.values()) as worker,
+        open_worker(memory.layout, config, keep=memory.arrays.values(), rank=1, ranks=2) as worker,
     ):
         yield Engine(device, worker, memory)
+    for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+        timer.join(SOON_S)  # of a load that the closed mover has refused
     assert threading.active_count() == threads
     assert files() == open_files
 
@@ -280,6 +282,13 @@ def test_a_forward_is_over_before_its_copies_are_and_reads_them_all_the_same(dev
         engine.check()
 
 
+SETTINGS = [
+    {},
+    {"layerwise_max_transfer_blocks": 2},
+    {"use_layerwise": False},
+    {"h2d_stagger_us": 500},
+    {"h2d_stagger_us": 20_000, "layer_wait_ms": 10},
+]
 few = st.integers(0, 4)
 layers = st.integers(0, LAYERS - 1)
 STEPS = st.fixed_dictionaries(
@@ -291,6 +300,7 @@ STEPS = st.fixed_dictionaries(
         "before_s": st.sampled_from([0, 0.002]),
         "between_s": st.sampled_from([None, 0, 0.002]),
         "launches": st.sampled_from([0, 1, LONGEST]),
+        "layer_s": st.sampled_from([0, 0.002]),
         "aborts": st.lists(st.tuples(layers, st.integers(0, 5)), max_size=1),
         "refused": st.none() | st.tuples(st.integers(-1, LAYERS - 1), layers),
         "breaks": st.none() | st.none() | layers,
@@ -328,7 +338,7 @@ def run(engine, step, close_at=None):
     if step["between_s"] is not None:  # begun early: inputs are prepared
         device.launch(seconds=step["between_s"])
     try:
-        engine.forward(step["launches"], at_layer)
+        engine.forward(step["launches"], at_layer, step["layer_s"])
     except Broke:
         engine.step.abandon()
     failing.clear()
@@ -341,7 +351,7 @@ def run(engine, step, close_at=None):
     st.lists(STEPS, max_size=6),
     st.sampled_from(Way),
     st.sampled_from([0.0, 0.01]),
-    st.sampled_from([{}, {"layerwise_max_transfer_blocks": 2}, {"h2d_stagger_us": 500}, {"use_layerwise": False}]),
+    st.sampled_from(SETTINGS),
     st.none() | layers,
 )
 def test_whatever_the_schedule_forwards_read_what_is_right_and_everything_is_given_back(
