@@ -256,11 +256,12 @@ def small_paces(monkeypatch):
     monkeypatch.setattr(issue, "AHEAD_BYTES", 8 * BLOCK_BYTES)
 
 
-@pytest.mark.usefixtures("small_paces")
 @pytest.mark.parametrize("window", [0, 1, 2])
-def test_a_forward_of_more_launches_than_a_queue_holds_gets_its_load(device, window):
-    device.gb_s = 0.001  # 4 ms a layer, so that most of it is yet to be handed over when the queue is full
-    with engine_over(device) as engine:
+def test_a_forward_of_more_launches_than_a_queue_holds_gets_its_load(device, monkeypatch, window):
+    """The first layer's blocks are handed over one by one, 4 ms each, so that the queue is full long before."""
+    monkeypatch.setattr(cuda_lane, "PACES", {Direction.UP: (1, BLOCK_BYTES)})
+    device.gb_s = BLOCK_BYTES / 0.004 / 1e9
+    with engine_over(device, layerwise_max_transfer_blocks=1) as engine:
         engine.begin(engine.load(8, window))
         engine.forward(launches=2 * LONGEST)
         assert engine.end() == ()
@@ -346,7 +347,7 @@ def run(engine, step, close_at=None):
 
 
 @pytest.mark.usefixtures("small_paces")
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(STEPS, max_size=6),
     st.sampled_from(Way),

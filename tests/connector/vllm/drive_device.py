@@ -34,10 +34,8 @@ def without_pool(path):
     settings = {name: value for name, value in settings_of().items() if name != "kv_transfer_config"}
     llm = LLM(model=path, **{**settings, "max_model_len": 512})
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    answers = [
-        list(llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs[0].token_ids)
-        for ids in (*PROMPTS, *TURNS)
-    ]
+    asked = [{"prompt_token_ids": ids} for ids in (*PROMPTS, *TURNS)]
+    answers = [list(reply.outputs[0].token_ids) for reply in llm.generate(asked, sampling, use_tqdm=False)]
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
     return {"prompts": answers[: len(PROMPTS)], "turns": answers[len(PROMPTS) :]}
