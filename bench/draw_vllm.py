@@ -36,9 +36,14 @@ def floor_ms(facts, shape):
 
 
 def panels_of(facts):
-    """A panel a shape; what is computed anew is left out where it would squeeze the rest."""
+    """A panel a shape; what is computed anew is left out where it would squeeze the rest.
+
+    So are shapes of which layercast has loaded no hit: the JSON says why.
+    """
     panels = []
     for shape, engines in hits_of(facts).items():
+        if not any(loaded for loaded, _ in facts["hits"][f"layercast {shape}"]["cached"]):
+            continue
         hits = {WORDS[name]: value for name, value in engines.items() if name != "recompute"}
         values = {FLOOR: floor_ms(facts, shape), **dict(sorted(hits.items(), key=lambda item: item[1]))}
         cold = engines.get("recompute", 0)

@@ -1,8 +1,11 @@
 """What loads and forwards cost, from what they took."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layercast.control.rates import FORGET_S, KEPT, LARGE, Rates
+from layercast.plan.policy import ALONE, Hit, Mode, Rules, decide
 
 
 class Clock:
@@ -50,6 +53,35 @@ def test_a_token_costs_what_it_adds_in_large_forwards_to_the_least_of_the_small_
     assert rates.estimate.token_s == pytest.approx(0.0015)
     assert rates.estimate.compute_s(10) == pytest.approx(0.065)
     assert rates.estimate.compute_s(1000) == pytest.approx(1.55)
+
+
+HIT = Hit(8192, 1 << 30, 512)
+RULES = Rules(threshold=256, use_layerwise=True, window=1, layers=32, exposed_s=0.005)
+
+
+@given(
+    st.lists(st.tuples(st.integers(LARGE, 512), st.floats(0.010, 0.016)), min_size=1, max_size=KEPT),
+    st.lists(st.floats(0.009, 0.020), max_size=KEPT),
+    st.integers(0, 3),
+)
+def test_forwards_that_waited_for_their_launches_do_not_make_computing_look_free(short, small, long):
+    """An H200: 8,192 tokens take 210 ms to compute and 20 to load, and a forward of few tokens 10 to 20, whatever it
+    computes. Hits were computed there after small forwards on a cold host had taken longer than larger ones."""
+    rates = Rates(Clock())
+    rates.loaded(1 << 28, 0.0055)
+    for seconds in small:
+        rates.computed(8, seconds)
+    for tokens, seconds in [(2048, 0.049)] * long + short:
+        rates.computed(tokens, seconds)
+    assert decide(HIT, RULES, ALONE, rates.estimate).mode is Mode.LAYERWISE
+
+
+def test_the_cost_of_a_token_is_told_by_the_largest_forwards(rates):
+    rates.loaded(1, 1.0)
+    rates.computed(8, 0.015)
+    for tokens, seconds in [(2048, 0.049)] * 3 + [(256, 0.014)] * 10:
+        rates.computed(tokens, seconds)
+    assert rates.estimate.token_s == pytest.approx(0.034 / 2048)
 
 
 def test_where_no_small_forward_was_seen_a_large_one_is_all_tokens(rates):

@@ -3,6 +3,9 @@
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from layercast.config import Config
 from layercast.control.node import scheduler_side
@@ -84,6 +87,43 @@ def test_what_is_rather_computed_is_not_said_to_be_coming(quiet):
         for save in (other, more):
             side.settle(saved(save))
         assert side.match([9, *TOKENS]).tokens == 8 * BLOCK
+
+
+ASKED = [(TOKENS, 0), (TOKENS, 2 * BLOCK), ([9, *TOKENS], 0), (TOKENS[: 3 * BLOCK + 1], 0)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["ask", "save", "settle", "lose", "renew", "load"]), st.integers(0, 7))))
+def test_who_asks_again_is_answered_as_if_for_the_first_time(steps):
+    side, last, under_way = side_of(10), {}, []
+    for step, number in steps:
+        tokens, local = ASKED[number % len(ASKED)]
+        if step == "save":
+            order = side.save_order("cold", [number % 3, *TOKENS], 0, len(TOKENS), [TABLE])
+            under_way += [] if order is None else [order]
+        elif step == "settle" and under_way:
+            side.settle(saved(under_way.pop(), good=number > 0))
+        elif step == "lose":
+            side.directory.forget(0, side.match(tokens).keys[0][:1])
+        elif step == "load" and (order := side.load_order("hit", side.match(tokens), [TABLE])) is not None:
+            side.settle(loaded(order))
+        elif step == "renew":
+            side.renew()
+        for nth, (tokens, local) in enumerate(ASKED):
+            company = Company(number % 2, 0, 0)
+            again = side.match(tokens, None, local, company=company, last=last.get(nth))
+            fresh = side.match(tokens, None, local, company=company)
+            assert [*map(list, again.keys)] == [*map(list, fresh.keys)]
+            assert replace(again, keys=()) == replace(fresh, keys=())
+            last[nth] = again
+
+
+def test_who_asks_again_while_nothing_has_changed_gets_the_very_same_answer():
+    side = side_of(32)
+    store(side)
+    first = side.match(TOKENS, request="hit")
+    assert side.match(TOKENS, request="hit", last=first) is first
+    assert side.match(TOKENS, request="hit", last=first, company=Company(1, 0, 0)) is not first
 
 
 LONG = list(range(BLOCK * (AT_ONCE + 2)))

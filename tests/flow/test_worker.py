@@ -221,6 +221,26 @@ def test_an_abort_in_flight_issues_nothing_more_and_reports_when_quiet():
         assert worker.idle
 
 
+@pytest.mark.parametrize("told", [0, 1])
+def test_what_a_step_saves_may_be_told_after_its_loads_have_begun_and_is_saved_once(told):
+    saves = tuple(SaveOrder(f"save-{n}", f"cold-{n}", (BlockPairs(0, (n,), (n,)),)) for n in range(2))
+    with worker_of() as (worker, _, _):
+        step = worker.begin(StepOrders(1, loads=(load("load-1", [4], [4]),), saves=saves if told else ()))
+        for _ in range(2):
+            step.add(StepOrders(1, loads=(load("load-1", [4], [4]),), saves=saves))
+        for layer in range(LAYERS):
+            step.wait(layer)
+            step.written(layer)
+        outcomes = [*step.end().saves]
+        worker.quiet(5)
+        outcomes += worker.report(2).saves
+        assert sorted((save.id, save.saved, save.layers) for save in outcomes) == [
+            ("save-0", True, LAYERS),
+            ("save-1", True, LAYERS),
+        ]
+        assert worker.idle
+
+
 def test_an_aborted_save_is_reported_as_not_saved():
     with worker_of() as (worker, _, mover):
         mover.valve.clear()

@@ -124,7 +124,7 @@ class Directory:
         self._shelves = tuple(Shelf(slots, remember) for slots in slots_per_group)
         self.clock = clock
         self._lease_s = lease_s
-        self._ranks = ranks
+        self.ranks = ranks
         self._leases: OrderedDict[str, Lease] = OrderedDict()
         self._kept: dict[str, Lease] = {}
         """Leases without a deadline."""
@@ -142,8 +142,9 @@ class Directory:
 
     def disown(self) -> None:
         """Note all that is stored as dropped: nobody asks for these keys any more."""
-        if self.changes is not None:
-            for group, shelf in enumerate(self._shelves):
+        for group, shelf in enumerate(self._shelves):
+            shelf.version += 1
+            if self.changes is not None:
                 self.changes.dropped(group, shelf.stored)
 
     # ---- looking up, without side effects ----
@@ -160,11 +161,6 @@ class Directory:
     def room(self) -> tuple[int, ...]:
         """Blocks that a save could get in each group now: free slots, and those of blocks that nobody leases."""
         return tuple(shelf.room() for shelf in self._shelves)
-
-    @property
-    def ranks(self) -> int:
-        """How many must report before a save is visible."""
-        return self._ranks
 
     @property
     def quiet(self) -> bool:
@@ -193,6 +189,11 @@ class Directory:
     def has(self, group: int, coming: bool = False) -> Callable[[bytes], bool]:
         """Whether a key can be leased now. coming: or once the saves under way have landed."""
         return self._shelves[group].has(coming)
+
+    @property
+    def version(self) -> int:
+        """Another number whenever `has` may answer otherwise."""
+        return sum([shelf.version for shelf in self._shelves])
 
     # ---- leases ----
 
@@ -308,7 +309,7 @@ class Directory:
 
     def revoke(self, reservation: str, rank: int | None = None) -> None:
         """One rank (None: every rank) has ended without its bytes and writes no more; the last one frees the slots."""
-        self._report(reservation, set(range(self._ranks)) if rank is None else {rank}, False)
+        self._report(reservation, set(range(self.ranks)) if rank is None else {rank}, False)
 
     def forget(self, group: int, keys: Keys) -> int:
         """Drop stored keys whose bytes turned out bad; how many there were. Nobody can lease them from now on.
@@ -340,15 +341,15 @@ class Directory:
 
     def _report(self, name: str, ranks: Set[int], good: bool) -> bool:
         """Count ranks that have ended; whether this made the blocks visible."""
-        if not all(0 <= rank < self._ranks for rank in ranks):
-            raise Refused(f"{name}: a report of rank {sorted(ranks)}, but there are {self._ranks}")
+        if not all(0 <= rank < self.ranks for rank in ranks):
+            raise Refused(f"{name}: a report of rank {sorted(ranks)}, but there are {self.ranks}")
         saving = self._savings.get(name)
         if saving is None:
             self._counts["late_reports"] += 1
             return False
         saving.ended |= ranks
         saving.failed |= not good
-        if len(saving.ended) < self._ranks:
+        if len(saving.ended) < self.ranks:
             return False
         del self._savings[name]
         fresh = saving.reservation.keys

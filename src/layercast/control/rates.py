@@ -50,12 +50,18 @@ class Rates:
     @property
     def estimate(self) -> Estimate | None:
         """The link at its best in the last loads, as one that queued behind others tells less; the least of the small
-        forwards; the median cost of a token in the large ones, beyond that. None: not known yet."""
+        forwards; the median cost of a token in the largest ones, beyond that. None: not known yet.
+
+        A forward that takes less than twice the least of the small ones may have waited for its launches all the time:
+        it tells no more than that a token costs at most all of it.
+        """
         if not self._loads or not self._large or self._clock() - self._last_load_s > FORGET_S:
             return None
         link = max(nbytes / seconds for nbytes, seconds in self._loads)
-        least_s = min(self._small_s, default=0.0)
-        return Estimate(link, median(max(0.0, seconds - least_s) / tokens for tokens, seconds in self._large), least_s)
+        least_s, most = min(self._small_s, default=0.0), max(self._large)[0]
+        largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
+        costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
+        return Estimate(link, median(costs), least_s)
 
 
 class Chooser:
@@ -72,6 +78,8 @@ class Chooser:
         self.rates = Rates(clock)
         self.halted = ""
         """Why nothing is loaded or saved any more."""
+        self.heard_of = 0
+        """How many loads have been reported."""
         self._block_bytes = tuple(block_bytes) or (0,) * len(specs)
         self._rules = Rules(
             threshold=config.kv_recompute_threshold,
@@ -88,6 +96,7 @@ class Chooser:
             self.halted = halted
             _log.error("the pool has stopped, everything is computed: %s", halted)
         for load in loads:
+            self.heard_of += 1
             if load.end is LoadEnd.LANDED:
                 self.rates.loaded(load.nbytes, load.transfer_s)
 

@@ -45,7 +45,7 @@ class Match(msgspec.Struct, frozen=True):
     tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
     beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. keys: of all full blocks, hashed
     when they are asked for. miss: why tokens is 0. coming: usable leading tokens once the saves under way have landed,
-    if these are more and worth a load; else 0.
+    if these are more and worth a load; else 0. asked: of what, and of which state of the pool.
     """
 
     tokens: int
@@ -55,6 +55,7 @@ class Match(msgspec.Struct, frozen=True):
     miss: MissReason | None = None
     coming: int = 0
     nbytes: int = 0
+    asked: tuple[object, ...] = ()
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -137,12 +138,14 @@ class SchedulerSide:
         spare_last: bool = False,
         company: Company = ALONE,
         most_rest: int | None = None,
+        last: Match | None = None,
     ) -> Match:
         """The longest prefix of `tokens` that can be loaded, beyond those the engine holds already. Promises nothing.
 
         request: keep the names of its blocks until `finish`, so that nothing is hashed twice. spare_last: leave out the
         last block that could be had, as the KV of a draft at its end depends on the token behind it. company: who else
-        is in the forward to come. most_rest: most new tokens that it takes; None: no limit.
+        is in the forward to come. most_rest: most new tokens that it takes; None: no limit. last: what was answered
+        before about the very same request: one that waits for room is asked about in every step.
         """
         nothing, nameless = (range(0),) * len(self.specs), ((),) * len(self.specs)
         if self.chooser.halted:
@@ -158,6 +161,9 @@ class SchedulerSide:
 
         try:
             self.name(keys)
+            asked = self.directory.version, self.chooser.heard_of, len(tokens), local_tokens, spare_last, company
+            if last is not None and last.asked == asked:
+                return last
             usable = usable_of(self._there(keys, local_tokens))
             soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
         except NotCacheable:
@@ -165,15 +171,15 @@ class SchedulerSide:
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
         if (hit := max(0, usable.tokens - local_tokens)) == 0:
-            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), soon)
+            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), soon, asked=asked)
         nbytes, rest = self.chooser.nbytes(usable.needed), len(tokens) - usable.tokens
         rest = rest if most_rest is None else min(rest, most_rest)
         decision = self.chooser.decide(Hit(hit, nbytes, rest), company)
         if decision.mode is Mode.RECOMPUTE:
             short = hit < self.config.kv_recompute_threshold
             why = MissReason.BELOW_THRESHOLD if short else MissReason.FASTER
-            return Match(0, nothing, keys, decision, why, soon)
-        return Match(usable.tokens, usable.needed, keys, decision, None, soon, nbytes)
+            return Match(0, nothing, keys, decision, why, soon, asked=asked)
+        return Match(usable.tokens, usable.needed, keys, decision, None, soon, nbytes, asked)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.

@@ -68,6 +68,19 @@ class Pins(set[int]):
         self.more = +self.more
 
 
+class Gone(dict[bytes, Absence]):
+    """Why keys were dropped, of the last `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def note(self, keys: Iterable[bytes], why: Absence) -> None:
+        """They have been dropped."""
+        self.update(dict.fromkeys(keys, why))
+        for key in list(islice(self, max(0, len(self) - self._most))):
+            del self[key]
+
+
 class Shelf:
     """Keys and slots of one group. `remember`: how many dropped keys it can still give a reason for."""
 
@@ -81,8 +94,9 @@ class Shelf:
         self.evictions = 0
         self.dropped: Callable[[Sequence[bytes]], None] | None = None
         """Told of keys that can't be found any more."""
-        self._remember = remember
-        self._gone: dict[bytes, Absence] = {}
+        self.version = 0
+        """Another one whenever `has` may answer otherwise."""
+        self._gone = Gone(remember)
         self._runs: OrderedDict[_Run, None] = OrderedDict()
         """The next to lose its last block first."""
         self._run_of: dict[bytes, _Run] = {}
@@ -159,6 +173,7 @@ class Shelf:
 
     def commit(self, keys: Sequence[bytes]) -> None:
         """Make saved blocks visible under their keys."""
+        self.version += 1
         self.stored.update(zip(keys, map(self.saving.pop, keys), strict=True))
         for key in self._gone.keys() & keys:
             del self._gone[key]
@@ -265,9 +280,8 @@ class Shelf:
 
     def _drop(self, keys: Sequence[bytes], why: Absence) -> None:
         """Take blocks from their keys; slots that nobody leases are free, the others once nobody does."""
-        self._gone.update(dict.fromkeys(keys, why))
-        for key in list(islice(self._gone, max(0, len(self._gone) - self._remember))):
-            del self._gone[key]
+        self.version += 1
+        self._gone.note(keys, why)
         if self.dropped is not None:
             self.dropped(keys)
         slots = set(map(self.stored.pop, keys))
@@ -277,6 +291,7 @@ class Shelf:
 
     def _list(self, keys: list[bytes], before: bytes | None, behind: bytes | None) -> None:
         """Enter new keys. before, behind: the keys around them in their prompt, if any are there."""
+        self.version += 1
         run = None if before is None else self._ending(before)
         if run is None or run.ended:
             above, run = run, _Run(keys, run)
@@ -293,6 +308,7 @@ class Shelf:
 
     def _unlist(self, keys: Iterable[bytes]) -> None:
         """Take keys out of their runs."""
+        self.version += 1
         for run in {self._run_of.pop(key) for key in keys}:
             run.keys = [key for key in run.keys if key in self._run_of]
             if not run.keys:

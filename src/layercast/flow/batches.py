@@ -39,8 +39,8 @@ class SlabMemory(Protocol):
 class Ways:
     """The routes between an engine's memory and a slab, in both directions, and how batches are cut.
 
-    rows: for each group, the row of each layer in its digests. on_device: whether the engine's memory is a device's.
-    stagger_s: how much later than the first rank's this one's loads start.
+    sizes: bytes of a block of each group. rows: for each, the row of each layer in its digests. on_device: whether the
+    engine's memory is a device's. stagger_s: how much later than the first rank's this one's loads start.
     """
 
     slab: SlabMemory
@@ -48,6 +48,7 @@ class Ways:
     layers: tuple[int, ...]
     saving: tuple[Route, ...]
     loading: tuple[Route, ...]
+    sizes: tuple[int, ...]
     rows: tuple[Mapping[int, int], ...]
     on_device: bool
     stagger_s: float = 0.0
@@ -62,6 +63,7 @@ class Ways:
             engine.layers,
             tuple(route_between(ours, theirs) for ours, theirs in pairs),
             tuple(route_between(theirs, ours) for ours, theirs in pairs),
+            tuple(group.block_bytes for group in slab.layout.groups),
             tuple({layer: row for row, layer in enumerate(group.layers)} for group in slab.layout.groups),
             on_device,
             rank * config.h2d_stagger_us / 1e6,
@@ -83,6 +85,10 @@ class Ways:
     def slots(self) -> tuple[int, ...]:
         """Number of slots of each group."""
         return tuple(group.blocks for group in self.slab.layout.groups)
+
+    def saving_of(self, orders: Sequence[SaveOrder]) -> SaveRun:
+        """A step's saves, of which nothing has been planned yet."""
+        return SaveRun(orders, self.slab.layout.groups, self.sizes, self.slab.digests, self.rows)
 
     def load_plans(self, pairs: Sequence[BlockPairs]) -> list[tuple[int, CopyPlan]]:
         """(group, plan from slots to engine blocks) for every group that moves anything."""

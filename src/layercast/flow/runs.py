@@ -243,6 +243,8 @@ class SaveRun:
     orders: Sequence[SaveOrder]
     groups: Sequence[Group]
     """All of the layout."""
+    sizes: Sequence[int]
+    """Bytes of a block of each."""
     store: Sequence[Digests]
     rows: Sequence[Mapping[int, int]]
     """For each group the row of each layer in its store."""
@@ -308,8 +310,7 @@ class SaveRun:
 
     def outcomes(self) -> list[SaveOutcome]:
         """The end of each save, once settled. The copies that all of them took count with the first."""
-        copies, outcomes = self._copies, []
-        sizes, told = [group.block_bytes for group in self.groups], dict[frozenset[int], tuple[int, int]]()
+        copies, outcomes, told = self._copies, [], dict[frozenset[int], tuple[int, int]]()
         for order in self.orders:
             groups = frozenset(pair.group for pair in order.pairs)
             if groups not in told:
@@ -317,7 +318,7 @@ class SaveRun:
                 told[groups] = len(layers & self._covered), len(layers & self.swept)
             why = "" if self.error is None else str(self.error)
             why = why or ("the request was aborted" if order.request in self._aborted else "")
-            nbytes = 0 if why else sum(sizes[pair.group] * len(pair.slots) for pair in order.pairs)
+            nbytes = 0 if why else sum(self.sizes[pair.group] * len(pair.slots) for pair in order.pairs)
             outcomes.append(SaveOutcome(order.id, order.request, not why, nbytes, *told[groups], why, copies))
             copies = 0
         return outcomes

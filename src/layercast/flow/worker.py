@@ -105,18 +105,14 @@ class Worker:
         """
         for request in orders.aborts:
             self.abort(request)
-        self.start(orders.tier)
         if self.ways.stagger_s and (orders.loads or orders.background):
             after = (*after, delayed(self.ways.stagger_s))
         loads = dict(self._load(order, after) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
-        saving = self._save(orders.saves)
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
-        if saving is not None:
-            self._saves.append(saving)
         if loads:
             self.issuer.add_loads([*itertools.chain(*loads.values())])
         for run in joined:
@@ -131,7 +127,7 @@ class Worker:
         awaited = [*loads, *arrivals, *joined]
         if awaited:  # only now, as their flights are known, and what has landed needs no gate
             self.gates.arm(awaited)
-        return LayerStep(self, orders, awaited, saving)
+        return LayerStep(self, orders, awaited)
 
     def start(self, orders: Sequence[TierOrder]) -> None:
         """Start copies to and from the store below the slab. Raises Refused where there is none."""
@@ -216,9 +212,10 @@ class Worker:
         run.plan(batches)
         return run, batches
 
-    def _save(self, orders: Sequence[SaveOrder]) -> SaveRun | None:
-        slab = self.ways.slab
-        return SaveRun(orders, slab.layout.groups, slab.digests, self.ways.rows) if orders else None
+    def save(self, orders: Sequence[SaveOrder]) -> SaveRun:
+        """Follow a step's saves."""
+        self._saves.append(self.ways.saving_of(orders))
+        return self._saves[-1]
 
     def _join(self, requests: Collection[str]) -> list[LoadRun]:
         """Loads that were said to have come, and that the next forward has to wait for or has to fail with."""
@@ -249,13 +246,13 @@ def _follow(run: LoadRun, flights: Mapping[Batch, Flight]) -> None:
 class LayerStep:
     """One forward of a worker (see `flow.step.Step`)."""
 
-    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun], saving: SaveRun | None) -> None:
+    def __init__(self, worker: Worker, orders: StepOrders, loads: list[LoadRun]) -> None:
         self._worker = worker
-        self._orders = orders
+        self._orders = StepOrders(orders.step)
         self._timeline = worker.timeline
         self._loads = loads
-        self._saving = saving
-        self._due = {layer: worker.window_of[layer] for layer in saving.layers} if saving is not None else {}
+        self._saving: SaveRun | None = None
+        self._due: dict[int, Sequence[int]] = {}
         """Layers to be saved that have not been announced, and their windows."""
         self._kept: list[tuple[PushOrder, int]] = []
         self._ready: list[Ready] = []
@@ -263,6 +260,15 @@ class LayerStep:
         self._waited: set[int] = set()
         self._computing: tuple[int, float] | None = None
         self._timeout_s = worker.ways.config.layer_wait_ms / 1000
+        self.add(orders)
+
+    def add(self, orders: StepOrders) -> None:
+        """What was not known yet when the loads began: saves and copies below the slab. Raises Refused without one."""
+        told, self._orders = self._orders, orders
+        self._worker.start(orders.tier[len(told.tier) :])
+        if orders.saves and not told.saves:
+            self._saving = self._worker.save(orders.saves)
+            self._due = {layer: self._worker.window_of[layer] for layer in self._saving.layers}
 
     @property
     def number(self) -> int:

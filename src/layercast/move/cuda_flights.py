@@ -201,8 +201,11 @@ class CudaFlight:
 
     def handed(self, timeout_s: float) -> bool:
         """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
-        deadline, wave = time.monotonic() + timeout_s, self.wave
-        if not wave.queued.wait(timeout_s):
+        wave = self.wave
+        if wave.issued.is_set():
+            return True
+        deadline = time.monotonic() + timeout_s
+        if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
             return False
         return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
 

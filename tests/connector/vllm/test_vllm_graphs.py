@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here (make test installs a CPU build)"),
 ]
 LAYERS = 3
+LOAD = LoadOrder("load-1", "hit", 32, (BlockPairs(0, (0, 1), (2, 3)),), 1)
 
 
 class Recording:
@@ -23,7 +24,7 @@ class Recording:
 
     def begin(self, orders, after):
         self.calls.append("begin")
-        return SimpleNamespace(wait=self.calls.append, number=orders.step)
+        return SimpleNamespace(wait=self.calls.append, number=orders.step, add=lambda orders: None)
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def hooks():
 def orders_with(what, early=False, step=1):
     from layercast.connector.vllm.metadata import Orders
 
-    load = LoadOrder("load-1", "hit", 32, (BlockPairs(0, (0, 1), (2, 3)),), 1)
-    return Orders(StepOrders(step, **{what: ("hit",) if what == "joins" else (load,)}), early=early)
+    return Orders(StepOrders(step, **{what: ("hit",) if what == "joins" else (LOAD,)}), early=early)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -95,17 +95,18 @@ def test_a_step_is_begun_by_the_schedulers_side_only_where_the_worker_in_its_pro
 ):
     """Another engine of this process may have its worker here, while this one's are processes of their own."""
     from layercast.connector.vllm import connector
+    from layercast.connector.vllm.due import Due
 
     class Scheduler(connector.LayercastConnector):
         _steps_apart = True
 
         def __init__(self):
-            self._kv_transfer_config = SimpleNamespace(engine_id="ours")
+            self._kv_transfer_config, self._due = SimpleNamespace(engine_id="ours"), Due()
+            self._due.loads.append(LOAD)
 
     hooks._kv_transfer_config = SimpleNamespace(engine_id="ours" if same else "theirs")
     monkeypatch.setattr(Scheduler, "__abstractmethods__", frozenset())
-    monkeypatch.setattr(connector.SchedulerHooks, "build_connector_meta", lambda *_: orders_with("loads"))
     monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: hooks)
-    assert Scheduler().build_connector_meta(SimpleNamespace()).early
+    Scheduler()._loads_are_known(SimpleNamespace())
     assert hooks._worker.calls == (["begin"] if same else [])

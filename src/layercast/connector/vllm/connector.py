@@ -76,22 +76,28 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        """As `SchedulerHooks` says; loads that nothing of vLLM's comes before may begin early.
-
-        Where this engine's worker is in this very process, they do at once.
-        """
+        """As `SchedulerHooks` says; loads that nothing of vLLM's comes before may begin early."""
         orders = super().build_connector_meta(scheduler_output)
         if orders.orders is not None and orders.orders.joins:
             forward_waits(scheduler_output)
         loads = orders.orders is not None and (orders.orders.loads or orders.orders.background)
-        if not loads or not self._steps_apart or writes_blocks(scheduler_output):
-            return orders
-        orders = replace(orders, early=True)
+        return replace(orders, early=True) if loads and self._may_begin(scheduler_output) else orders
+
+    def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
+        """Where this engine's worker is in this very process, what may begin early begins before saves are looked for.
+
+        The worker is told of these with the rest of the step's orders.
+        """
+        if not (self._due.loads or self._due.background) or not self._may_begin(scheduler_output):
+            return
         worker = get_kv_transfer_group() if has_kv_transfer_group() else None
         ours = self._kv_transfer_config.engine_id
         if isinstance(worker, WorkerHooks) and worker._kv_transfer_config.engine_id == ours:
-            worker.handle_preemptions(orders)
-        return orders
+            worker.handle_preemptions(replace(self._due.orders(loads_alone=True), early=True))
+
+    def _may_begin(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether nothing of vLLM's comes before this step's loads."""
+        return self._steps_apart and not writes_blocks(scheduler_output)
 
     @cached_property
     def _steps_apart(self) -> bool:

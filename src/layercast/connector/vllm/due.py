@@ -17,6 +17,7 @@ class Due:
 
     def __init__(self, steps: "count[int] | None" = None) -> None:
         self.steps = steps or count()
+        self._step: int | None = None
         self.loads: list[LoadOrder] = []
         self.background: list[LoadOrder] = []
         self.saves: list[SaveOrder] = []
@@ -41,16 +42,18 @@ class Due:
             or self.lost_requests
         )
 
-    def orders(self) -> Orders:
-        """All of it, under the next step's number."""
+    def orders(self, *, loads_alone: bool = False) -> Orders:
+        """All that there is by now, or its loads alone, under the next step's number."""
+        if self._step is None:
+            self._step = next(self.steps)
         orders = StepOrders(
-            next(self.steps),
+            self._step,
             tuple(self.loads),
-            tuple(self.saves),
+            () if loads_alone else tuple(self.saves),
             background=tuple(self.background),
             aborts=tuple(self.aborts),
             joins=tuple(self.joins),
-            tier=tuple(self.tier),
+            tier=() if loads_alone else tuple(self.tier),
         )
         return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
 

@@ -129,7 +129,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is None:
             return 0, False
         known = self._track(request)
-        known.match, known.local = None, num_computed_tokens
+        last, known.match, known.local = known.last, None, num_computed_tokens
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
@@ -141,7 +141,9 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._spare_last,
             self._forwards.company(request.request_id, self.tracked),
             self._forwards.most_tokens,
+            last,
         )
+        known.last = match
         rising = self._side.rising(request.request_id, bool(match.coming))
         if (match.coming or rising) and self._may_wait(known, rising):
             return None, False
@@ -212,6 +214,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if scheduled and self._forwards.coming:
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables)
+        self._loads_are_known(scheduler_output)
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
             for save in self._saves.step(scheduler_output, self.tracked):
@@ -224,6 +227,9 @@ class SchedulerHooks(KVConnectorBase_V1):
             return NOTHING
         due, self._due = self._due, Due(self._due.steps)
         return due.orders()
+
+    def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
+        """The step's loads are known, if there are any, and its saves not yet."""
 
     def _join(self, scheduled: Collection[str]) -> None:
         """Have the forward wait for loads that were said to have come; a failed one is lost to the first that reads it.
@@ -353,11 +359,9 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping: copies are to be ordered or reported, and not overdue."""
-        return self.side is not None and not self._quiet and time.monotonic() < self._drain_until_s
-
-    @property
-    def _quiet(self) -> bool:
-        return self._due.empty and not self._side.awaits_reports and not self._side.backing.waiting
+        if self.side is None or time.monotonic() >= self._drain_until_s:
+            return False
+        return not self._due.empty or self._side.awaits_reports or self._side.backing.waiting
 
     def reset_cache(self) -> bool:
         """Change the identity of all KV: what is stored is found no more, nor is what live requests have computed.

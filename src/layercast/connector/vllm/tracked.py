@@ -33,6 +33,8 @@ class Tracked:
     told: bool = False
     saved: int = 0
     match: Match | None = None
+    last: Match | None = None
+    """What was answered when it was last asked about, promised or not."""
     local: int = 0
     """Leading tokens that vLLM held itself."""
     promised: int = 0

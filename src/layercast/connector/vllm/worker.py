@@ -106,7 +106,9 @@ class WorkerHooks(KVConnectorBase_V1):
         self._failed_blocks |= connector_metadata.lost_blocks
         if connector_metadata.misled:
             self._note(StepReport(-1, connector_metadata.misled))
-        if orders is not None and not (self._step or orders.loads or orders.joins):
+        if orders is not None and self._step is not None:
+            self._step.add(orders)
+        elif orders is not None and not (orders.loads or orders.joins):
             self._begin(orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
