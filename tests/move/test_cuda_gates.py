@@ -1,4 +1,5 @@
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
+from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave, moving
 from layercast.move.cuda_gates import CudaGate, FlagGate
@@ -267,3 +269,18 @@ def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, cop
     flight.wave.issued.set()
     gate.wait(0, SOON_S)
     assert not any(entry[:2] == ("hold", 99) for entry in device.log)
+
+
+def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
+    bell, heard = Bell(device.calls.ring, singly=False), []
+    listeners = [threading.Thread(target=lambda: heard.append(bell.heard(5 * BRIEF_S))) for _ in range(3)]
+    for listener in listeners:
+        listener.start()
+    time.sleep(BRIEF_S)
+    bell.ring()
+    for listener in listeners:
+        listener.join()
+    assert len(heard) == 3
+    assert any(heard)
+    assert not bell.heard(0)
+    bell.close()

@@ -15,7 +15,7 @@ from layercast.move.cuda_driver import Call
 class Bell:
     """Rung by any thread; heard ring by ring (`singly`), or all at once."""
 
-    __slots__ = ("_asked", "_one", "_ring", "file")
+    __slots__ = ("_one", "_ring", "file")
 
     def __init__(self, ring: Call, *, singly: bool) -> None:
         if not hasattr(os, "eventfd"):
@@ -23,8 +23,6 @@ class Bell:
         self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (os.EFD_SEMAPHORE if singly else os.EFD_NONBLOCK))
         self._ring = ring
         self._one = ctypes.c_uint64(1)
-        self._asked = select.poll()
-        self._asked.register(self.file, select.POLLIN)
 
     @property
     def one(self) -> int:
@@ -37,7 +35,9 @@ class Bell:
 
     def heard(self, timeout_s: float) -> bool:
         """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not for `singly`."""
-        rung = bool(self._asked.poll(max(0.0, 1000 * timeout_s)))
+        asked = select.poll()  # its own, as no two threads may ask one
+        asked.register(self.file, select.POLLIN)
+        rung = bool(asked.poll(max(0.0, 1000 * timeout_s)))
         if rung:
             with suppress(BlockingIOError):  # another who listens was first
                 os.read(self.file, 8)
