@@ -84,6 +84,16 @@ def test_the_cost_of_a_token_is_told_by_the_largest_forwards(rates):
     assert rates.estimate.token_s == pytest.approx(0.034 / 2048)
 
 
+def test_one_forward_that_is_larger_and_slower_than_all_others_does_not_make_computing_look_dear(rates):
+    """The first large one of an engine may compile or tune for seconds; hits were loaded that were quicker computed."""
+    rates.loaded(1 << 30, 1.0)
+    rates.computed(8, 0.010)
+    for tokens, seconds in [(8192, 5.0)] + [(2048, 0.059)] * 5:
+        rates.computed(tokens, seconds)
+    assert rates.estimate.token_s == pytest.approx(0.049 / 2048)
+    assert decide(HIT, RULES, ALONE, rates.estimate).mode is Mode.RECOMPUTE
+
+
 def test_where_no_small_forward_was_seen_a_large_one_is_all_tokens(rates):
     rates.loaded(1, 1.0)
     rates.computed(100, 0.2)

@@ -6,6 +6,7 @@ Does not know requests, keys or tables. The clock is handed in.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
 from statistics import median
 
 from layercast.config import Config
@@ -17,6 +18,8 @@ _log = logging.getLogger("layercast")
 KEPT = 32
 LARGE = 64
 """Tokens from which on a forward's time tells the cost of a token."""
+SEVERAL = 3
+"""Of the largest forwards, so many are believed, where there are so many: one alone may have been the first of all."""
 FORGET_S = 30.0
 """Where nothing has been loaded for so long, what loads cost is not known: so a slow spell is not for ever."""
 
@@ -58,7 +61,7 @@ class Rates:
         if not self._loads or not self._large or self._clock() - self._last_load_s > FORGET_S:
             return None
         link = max(nbytes / seconds for nbytes, seconds in self._loads)
-        least_s, most = min(self._small_s, default=0.0), max(self._large)[0]
+        least_s, most = min(self._small_s, default=0.0), nlargest(SEVERAL, self._large)[-1][0]
         largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
         costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
         return Estimate(link, median(costs), least_s)
