@@ -54,7 +54,7 @@ def test_a_request_may_ask_not_to_load_and_not_to_save(facts):
 
 def test_a_request_that_asks_is_told_what_was_loaded_and_why_not(facts):
     assert told(facts["told"]) == {"loaded_tokens": 6 * BLOCK, "tier": "host", "miss": ""}
-    assert told(facts["own_salt"])["miss"] == "no block of this prompt was ever saved"
+    assert told(facts["own_salt"])["miss"] == "no block of this prompt was ever saved under this salt"
     assert facts["plain"]["replies"][0]["params"] is None
 
 
