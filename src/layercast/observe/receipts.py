@@ -38,8 +38,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to one request's KV.
 
     Tokens: prompt = computed + held + loaded; held: those that vLLM's own prefix cache held. nbytes: payload that moved
-    over `layers` layers. mode: how it was loaded, in windows of `window` layers (0 = all); reason: why so, or why it was
-    computed. transfer_s: from the first byte to the last one's landing; exposed_s: the part of it that the forward
+    over `layers` layers. mode: how it was loaded, in windows of `window` layers (0 = all); reason: why so, or why it
+    was computed. transfer_s: from the first byte to the last one's landing; exposed_s: the part of it that the forward
     waited for, None = not known, as where a GPU waits by itself; both in seconds. verified: every landed layer's digest
     was compared and equal.
     """
