@@ -1,11 +1,13 @@
 """A device made of host memory: the driver's calls, carried out at once. It checks the logic round them, not CUDA.
 
-Streams and events are numbers; every call is written down, so that a test can ask what was ordered behind what.
+Streams and events are numbers; every call is written down, so that a test can ask what was ordered behind what. For
+calls that come back before they are carried out see `async_device`.
 """
 
 import ctypes
 import threading
 import time
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +19,20 @@ KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
 
 def _array(address: int, count: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+
+def nothing() -> None: ...
+
+
+def reaches(word: ctypes.c_uint32, value: int) -> bool:
+    """Whether a count that may have wrapped round has come that far."""
+    return not (word.value - value) & 0x80000000
+
+
+def _run_kernel(source, target, length, pieces, chunks, *shifts) -> None:
+    columns = [_array(at, pieces) for at in (source, target, length)]
+    assert chunks * 16384 >= columns[2].max() * 8
+    copy_reference(columns[0] + shifts[0], columns[1] + shifts[1], columns[2] * 8)
 
 
 class HostDevice:
@@ -47,40 +63,55 @@ class HostDevice:
             self.log.append((name, *given))
             if name in self.failing:
                 return self.failing[name]
-            getattr(self, f"_{name}")(*given)
+            self._do(*getattr(self, f"_{name}")(*given))
             return 0
 
         return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * arguments)(call)
 
-    def _copy(self, to: int, from_: int, nbytes: int, _stream: int) -> None:
-        ctypes.memmove(to, from_, nbytes)
+    # What each call comes to: a stream, and what that has to do. Arguments are read now, as a driver reads them.
 
-    def _copy_batch(self, to: int, from_: int, nbytes: int, count: int, *_rest: int) -> None:
-        for row in zip(*(_array(at, count).tolist() for at in (to, from_, nbytes)), strict=True):
+    def _do(self, _stream: int, work) -> None:
+        work()
+
+    def _copy(self, to: int, from_: int, nbytes: int, stream: int):
+        return stream, partial(self._move, [(to, from_, nbytes)])
+
+    def _copy_batch(self, to: int, from_: int, nbytes: int, count: int, _attributes, _indices, _one, stream: int):
+        rows = list(zip(*(_array(at, count).tolist() for at in (to, from_, nbytes)), strict=True))
+        return stream, partial(self._move, rows)
+
+    def _record(self, event: int, stream: int):
+        assert event in self.live
+        return stream, nothing
+
+    def _wait(self, stream: int, event: int, _flags: int):
+        assert event in self.live
+        return stream, nothing
+
+    def _write(self, stream: int, address: int, value: int, _flags: int):
+        return stream, partial(self._set, ctypes.c_uint32.from_address(address), value & 0xFFFFFFFF)
+
+    def _hold(self, stream: int, address: int, value: int, _flags: int):
+        return stream, partial(self._until, partial(reaches, ctypes.c_uint32.from_address(address), value))
+
+    def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, stream, parameters, _extra):
+        assert function == KERNEL.function
+        values = [int(_array(at, 1)[0]) for at in _array(parameters, 7).tolist()]
+        return stream, partial(_run_kernel, *values)
+
+    def _move(self, rows: list[tuple[int, int, int]]) -> None:
+        for row in rows:
             ctypes.memmove(*row)
 
-    def _record(self, event: int, stream: int) -> None:
-        assert event in self.live
+    def _set(self, word: ctypes.c_uint32, value: int) -> None:
+        word.value = value
 
-    def _wait(self, stream: int, event: int, _flags: int) -> None:
-        assert event in self.live
-
-    def _write(self, _stream: int, address: int, value: int, _flags: int) -> None:
-        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
-
-    def _hold(self, _stream: int, address: int, value: int, _flags: int) -> None:
-        """A stream stands still here; what sets the word runs on another thread."""
+    def _until(self, holds) -> None:
+        """A stream stands still here; what it waits for runs on another thread."""
         deadline = time.monotonic() + 5
-        while (ctypes.c_uint32.from_address(address).value - value) & 0x80000000:
-            assert time.monotonic() < deadline, "nothing here would ever set it"
+        while not holds():
+            assert time.monotonic() < deadline, "nothing here would ever come to it"
             time.sleep(0.001)
-
-    def _launch(self, function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, parameters, _extra) -> None:
-        assert function == KERNEL.function
-        source, target, length, pieces, chunks, *shifts = (_array(at, 1)[0] for at in _array(parameters, 7).tolist())
-        columns = [_array(int(at), int(pieces)) for at in (source, target, length)]
-        assert chunks * 16384 >= columns[2].max() * 8
-        copy_reference(columns[0] + shifts[0], columns[1] + shifts[1], columns[2] * 8)
 
     def bind(self) -> None: ...
 
@@ -122,9 +153,9 @@ class HostDevice:
         self.check("sleeping", self.failing.get("sleep", 0))
 
     def kind_of(self, address: int) -> int:
-        if any(first <= address < first + size for first, size in self.pinned.items()):
+        if any(first <= address < first + size for first, size in list(self.pinned.items())):
             return HOST
-        kinds = [kind for base, (kind, size, _) in self.memory.items() if base <= address < base + size]
+        kinds = [kind for base, (kind, size, _) in list(self.memory.items()) if base <= address < base + size]
         return kinds[0] if kinds else PAGEABLE
 
     def device_of(self, address: int) -> int:

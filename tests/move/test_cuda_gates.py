@@ -11,7 +11,7 @@ from layercast.errors import BadTransition, DeadlineExceeded
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE
-from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave
+from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave, moving
 from layercast.move.cuda_gates import CudaGate, FlagGate
 from layercast.move.cuda_issue import TALLY_BYTES, plain_issue
 from layercast.move.cuda_program import Program
@@ -73,6 +73,19 @@ def test_nothing_waits_for_a_copy_that_has_moved(device, mover, batch):
     flight.wait(SOON_S)
     gate.wait(0, SOON_S)
     assert not any(entry[:2] == ("hold", 99) for entry in device.log)
+
+
+def test_what_a_closed_mover_has_moved_is_not_looked_for_in_memory_that_it_has_given_back(device, batch, monkeypatch):
+    mover, gate = CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1), CudaGate(device, lambda: 99)
+    gate.arm({0: 1})
+    gate.open(0, flight := mover.submit(batch))
+    mover.close(SOON_S)
+    looked = []
+    monkeypatch.setattr(Tally, "reached", lambda *_: bool(looked.append(1)))
+    monkeypatch.setattr(Tally, "handed", lambda *_: bool(looked.append(1)))
+    assert gate.wait(0, SOON_S) == 0
+    assert not moving(flight)
+    assert looked == []
 
 
 def test_a_copy_that_is_not_issued_yet_blocks_the_caller_until_its_deadline(device, mover, batch):
@@ -232,3 +245,25 @@ def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, m
     timer.start()
     assert gate.wait(0, SOON_S) < SOON_S
     timer.join()
+
+
+def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(device, mover, batch):
+    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate.arm({0: 1})
+    gate.open(0, mover.submit(batch, after=[arrival]))
+    device.failing["wait"] = 700
+    arrival.fail(ConnectionError("gone"))
+    assert gate.wait(0, SOON_S) < SOON_S
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)
+
+
+def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, copied):
+    gate, (flight, hand_over) = CudaGate(device, lambda: 99), copied
+    gate.arm({0: 1})
+    gate.open(0, flight)
+    device.failing["write"] = 1
+    hand_over()
+    assert not flight.handed(0)
+    flight.wave.issued.set()
+    gate.wait(0, SOON_S)
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)

@@ -22,13 +22,12 @@ class Copies(HostDevice):
         super().__init__()
         self.copies, self.calls_of = [], []
 
-    def _copy(self, to, from_, nbytes, _stream):
-        self.copies.append((from_, to, nbytes))
-
-    def _copy_batch(self, to, from_, nbytes, count, *_rest):
-        rows = [(ctypes.c_int64 * count).from_address(at)[:] for at in (from_, to, nbytes)]
-        self.copies += zip(*rows, strict=True)
+    def _copy_batch(self, to, from_, nbytes, count, *rest):
         self.calls_of.append(count)
+        return super()._copy_batch(to, from_, nbytes, count, *rest)
+
+    def _move(self, rows):
+        self.copies += [(from_, to, nbytes) for to, from_, nbytes in rows]
 
 
 @pytest.fixture(scope="module", params=LOOPS)
@@ -112,15 +111,15 @@ class Slow(Copies):
         self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
         self.calls = replace(self.calls, rest=self._nap)
 
-    def _write(self, _stream, address, value, _flags):
-        self.late.append((address, value))
+    def _set(self, word, value):
+        self.late.append((word, value))
         self.most = max(self.most, len(self.late))
 
     def _rest(self, _us):
         self.naps += 1
         for _ in range(min(self.a_nap, len(self.late))):
-            address, value = self.late.pop(0)
-            ctypes.c_uint32.from_address(address).value = value
+            word, value = self.late.pop(0)
+            word.value = value
         return 0
 
 

@@ -17,9 +17,11 @@ from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST, memory_copy
 from layercast.move.cuda_issue import Issue, plain_issue
 from layercast.move.cuda_lane import GRID
+from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
 from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
 
+NOTHING = np.zeros(0, np.int64)
 STAGED, KERNELS = only(Way.STAGED), only(Way.KERNEL)
 
 
@@ -110,6 +112,23 @@ def test_layers_that_share_their_arrays_share_a_table_and_move_each_from_its_own
             at, place = size * (40 * n + int(a)), size * (40 * (layers - 1 - n) + int(b))
             expected[place : place + size] = data[at : at + size]
     assert memory.read(target, len(expected)) == bytes(expected)
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("way", [Way.STAGED, Way.KERNEL])
+def test_a_program_by_the_engine_takes_nothing_of_one_by_the_kernel_that_another_thread_is_writing(device, way):
+    mover, memory = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, data := os.urandom(4096))
+    rows = pieces_of(*((source + 64 * i, target + 64 * (63 - i), 64) for i in range(64)))
+    lane, ours, theirs = mover._arm(Direction.UP).lane, Program(), Program()
+    started = lane.start(ours, way)
+    lane.finish(theirs, Way.ENGINE, lane.start(theirs, Way.ENGINE), lane.copy)
+    stream = lane.move(ours, [rows], way, 0, pinned=True)
+    lane.finish(ours, way, started, stream)
+    for program in (theirs, ours):
+        device.issue(device.calls, (0, 0)).run(program.table(), program.longest, NOTHING, np.zeros(1, np.int64), 1)
+    assert memory.read(target, 4096) == b"".join(data[64 * i : 64 * (i + 1)] for i in reversed(range(64)))
     mover.close(SOON_S)
 
 

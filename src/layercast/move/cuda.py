@@ -163,11 +163,13 @@ class CudaMover(Mover):
         def ended(_: object) -> None:
             """What waits on a device for a batch that was never handed to one must not wait for ever."""
             if not wave.issued.is_set():
-                if wave.queued.is_set():
-                    self._driver.bind()
-                    lane.skip(wave.number(count - 1))
-                wave.issued.set()
-                wave.queued.set()
+                try:
+                    if wave.queued.is_set():
+                        self._driver.bind()
+                        lane.skip(wave.number(count - 1))
+                finally:  # where the device is lost, nothing waits on it
+                    wave.issued.set()
+                    wave.queued.set()
 
         wave.then(ended)
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]

@@ -196,13 +196,13 @@ class CudaFlight:
 
     @property
     def moved(self) -> bool:
-        """Whether the device says that it is in place. Never blocks."""
-        return self.wave.queued.is_set() and self.wave.tally.reached(self.number)
+        """Whether the device says that it is in place, or that is over anyway. Never blocks."""
+        return self.done or (self.wave.queued.is_set() and self.wave.tally.reached(self.number))
 
     def handed(self, timeout_s: float) -> bool:
         """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
         wave = self.wave
-        if wave.issued.is_set():
+        if wave.issued.is_set() or wave.done:
             return True
         deadline = time.monotonic() + timeout_s
         if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
@@ -225,7 +225,7 @@ class CudaFlight:
         what they wait for could never be handed over.
         """
         wave, number = self.wave, self.number
-        if not (wave.tally.reached(number) or self.done):
+        if not (self.done or wave.tally.reached(number) or self.refusal):  # in this order: a closed mover has no tally
             driver.stream_waits_for_value(stream(), wave.tally.address, number)
 
 

@@ -246,10 +246,11 @@ def _counting(calls: Calls) -> Callable[[int, int, int], int]:
 
     def run(stream: int, tally: int, number: int) -> int:
         code, told = write(stream, tally, number & low, 0), np.empty(2, np.int64)
-        told[0] = number & low
-        fetch(tally + handed, told.ctypes.data, 8)
-        fetch(told.ctypes.data, tally + bell, 16)
-        ring(told[0], told[1], 8)
+        if code == 0:
+            told[0] = number & low
+            fetch(tally + handed, told.ctypes.data, 8)
+            fetch(told.ctypes.data, tally + bell, 16)
+            ring(told[0], told[1], 8)
         return code
 
     return run

@@ -209,8 +209,9 @@ class Lane:
 
     def finish(self, program: Program, way: Way, started: int, stream: int) -> None:
         """The last rows of a program, and the upload of its tables, by the stream that reads them, before the first."""
-        tables, self._tables = self._tables, None
-        if tables is not None:
+        if way is not Way.ENGINE:  # one by the engine may be written meanwhile, by another thread
+            tables, self._tables = self._tables, None
+            assert tables is not None
             program.record(tables.free, stream)
             first = program.rows[started:]
             del program.rows[started:]
