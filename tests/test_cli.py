@@ -94,7 +94,7 @@ def test_a_folder_that_cant_be_used_is_an_error_with_translated_settings_too(tmp
     assert (ran.returncode, "file is no folder" in ran.stdout) == (1, True)
 
 
-@pytest.mark.parametrize("arguments", [["--vllm", "no/model"], ["--from", "no-file"]])
+@pytest.mark.parametrize("arguments", [["--vllm", "no/model"], ["--from", "no-file"], ["--vllm", ""]])
 def test_doctor_says_what_it_cant_read_in_one_line(arguments, tmp_path):
     ran = layercast("doctor", *arguments, HOME=str(tmp_path))
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
@@ -116,6 +116,36 @@ def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anyt
     assert ran.returncode == 2
     assert ran.stderr.startswith(f"layercast: {tmp_path / 'file' / 'deeper'}")
     assert ran.stderr.endswith(f"choose another with {option}\n")
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo", "bench"])
+def test_a_file_where_nothing_can_be_written_is_refused_in_one_line_before_any_work(command, tmp_path):
+    words = [command, "layers"] if command == "bench" else [command]
+    ran = layercast(*words, "--json", "/proc/x.json", HOME=str(tmp_path), cwd=tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert ran.stderr.startswith("layercast: /proc: can't be written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_made_once_there_is_something_to_write_and_said_to_be(tmp_path):
+    for words in (["demo", "--set", "host_bytes=1MiB"], ["bench", "layers"]):
+        ran = layercast(*words, HOME=str(tmp_path), cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+        assert ran.returncode == 2, ran.stdout + ran.stderr
+        assert list(tmp_path.iterdir()) == []
+    ran = layercast("doctor", "--json", "deep/doctor.json", HOME=str(tmp_path), cwd=tmp_path)
+    assert ran.stderr == "made the folder deep\n"
+    assert layercast("doctor", "--json", "deep/doctor.json", HOME=str(tmp_path), cwd=tmp_path).stderr == ""
+
+
+def test_the_package_runs_as_a_module():
+    ran = subprocess.run([sys.executable, "-m", "layercast", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"layercast {__version__}\n"
+
+
+def test_a_settings_file_that_is_not_there_is_named_without_a_number(tmp_path):
+    ran = layercast("doctor", "--config", "/no.toml", HOME=str(tmp_path))
+    assert "/no.toml: can't be read: No such file" in ran.stdout
+    assert "Errno" not in ran.stdout
 
 
 def test_a_demo_in_vllm_without_vllm_says_what_installs_it(tmp_path):

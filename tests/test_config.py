@@ -1,5 +1,7 @@
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layercast import config
 from layercast.config import Config, cache_folder, from_mapping, from_sources
@@ -42,6 +44,8 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
 def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
     with pytest.raises(BadSetting, match=name):
         from_mapping({name: value})
+    with pytest.raises(BadSetting, match=name):
+        Config(**{name: value})
 
 
 def test_settings_are_frozen_and_at_most_thirty():
@@ -73,6 +77,7 @@ def test_a_size_may_be_written_with_its_unit_wherever_settings_come_from(tmp_pat
     assert from_sources(None, {"LAYERCAST_DISK_BYTES": text}).disk_bytes == count
     assert from_sources(None, {}, [f"disk_bytes={text}"]).disk_bytes == count
     assert from_mapping({"layerwise_max_transfer_bytes": text}).layerwise_max_transfer_bytes == count
+    assert Config(disk_bytes=text).disk_bytes == count
 
 
 def test_a_size_that_is_none_says_what_to_write():
@@ -131,3 +136,10 @@ def test_the_cache_lies_where_the_desktop_says():
 def test_a_value_of_another_type_is_named_with_its_key_and_the_type_it_should_have():
     with pytest.raises(BadSetting, match=r"here: lease_s = 'soon': expected `float`, got `str`"):
         from_mapping({"lease_s": "soon"}, "here")
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_that_is_rounded_down_is_read_as_no_more_and_nearly_as_much(count):
+    read = from_mapping({"host_bytes": config.rounded_down(count)}).host_bytes if count else 0
+    assert count * 0.9 < read + 1
+    assert read <= count

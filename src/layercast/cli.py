@@ -5,6 +5,7 @@ Engines are imported by the commands that need them, never when this module is.
 
 import os
 import sys
+import tempfile
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,11 +103,12 @@ def doctor(
     from layercast.doctor.checks import Level
     from layercast.doctor.examine import examine
 
+    if json is not None:
+        _check_place(json)
     report = examine(vllm, theirs, config, os.environ, settings or ())
     if json is not None:
-        _make_place(json)
         said = msgspec.json.encode({"version": __version__, **msgspec.to_builtins(report)})
-        json.write_bytes(msgspec.json.format(said, indent=2) + b"\n")
+        _write(json, msgspec.json.format(said, indent=2) + b"\n")
     _print_checks(report.checks)
     if report.command:
         print(f"\n{report.command}")
@@ -201,9 +203,9 @@ def demo(
 
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
     figures, kept = json or out / "demo.json", cache or cache_folder()
-    _make_folder(out, "--out")
-    _make_place(figures)
-    _make_folder(kept, "--cache")
+    _check_folder(out, "--out")
+    _check_place(figures)
+    _check_folder(kept, "--cache")
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise Missing(
             "torch and transformers are not here: make demo installs them, or pip install '.[demo]' in the clone"
@@ -220,7 +222,8 @@ def demo(
     options = Options(config=chosen, cache=kept, link_gbps=link_gbps or None, dtype=dtype.value)
     result = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     write_terminal(result, out, figures)
-    figures.write_bytes(encoded(result))
+    _write(figures, encoded(result))
+    _make_folder(out)
     write_pictures(result, out)
 
 
@@ -254,14 +257,15 @@ def bench(
     lengths = lengths_of(shape) if shape else LENGTHS
     options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy, brief=brief)
     figures = json or out / f"{what}.json"
-    _make_folder(out, "--out")
-    _make_place(figures)
+    _check_folder(out, "--out")
+    _check_place(figures)
     report = run(
         options,
         lambda line: print(line, file=sys.stderr, flush=True),
-        lambda report: figures.write_bytes(encoded(report)),
+        lambda report: _write(figures, encoded(report)),
     )
     write_terminal(report)
+    _make_folder(out)
     try:
         write_picture(report, out / f"{what}.png")
     except Refused as error:
@@ -270,23 +274,38 @@ def bench(
         raise typer.Exit(1)
 
 
-def _make_folder(folder: Path, option: str) -> None:
-    """Raises BadSetting, before anything long has run, if the folder that `option` chose can't be written."""
+def _check_folder(folder: Path, option: str) -> None:
+    """Raises BadSetting, before anything long has run, if `option` chose a folder that can't be written or made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise BadSetting(f"{folder}: {existing} is no folder; choose another with {option}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise BadSetting(f"{folder}: is no folder; choose another with {option}") from error
+        tempfile.TemporaryFile(dir=existing).close()  # what may be written is more than permissions tell: /proc
     except OSError as error:
         raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with {option}") from error
-    if not os.access(folder, os.W_OK):
-        raise BadSetting(f"{folder}: can't be written; choose another with {option}")
 
 
-def _make_place(file: Path) -> None:
+def _check_place(file: Path) -> None:
     """Raises BadSetting if the file that --json chose can't be written, or is a folder."""
-    _make_folder(file.parent, "--json")
     if file.is_dir():
         raise BadSetting(f"{file}: is a folder; name a file with --json")
+    if not file.exists():
+        _check_folder(file.parent, "--json")
+    elif not os.access(file, os.W_OK):
+        raise BadSetting(f"{file}: can't be written; choose another with --json")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make it unless it is there, and say so."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        print(f"made the folder {folder}", file=sys.stderr)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file whose place has been checked."""
+    _make_folder(file.parent)
+    file.write_bytes(content)
 
 
 def main() -> None:

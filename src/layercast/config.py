@@ -81,6 +81,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return not self.use_layerwise or self.layerwise_window > 1
 
     def __post_init__(self) -> None:
+        for name in _TYPES:
+            msgspec.structs.force_setattr(self, name, _plain(name, getattr(self, name), "Config"))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value < least:
@@ -104,7 +106,8 @@ _LEAST = {
     "lease_s": 0.001,
 }
 
-KNOWN = tuple(sorted(Config.__struct_fields__))
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+KNOWN = tuple(sorted(_TYPES))
 
 
 def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
@@ -115,13 +118,18 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     unknown = sorted(set(values) - set(KNOWN))
     if unknown:
         raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-    plain = {key: _bytes(key, value, source) if key.endswith("_bytes") else value for key, value in values.items()}
+    plain: dict[str, Any] = {key: _plain(key, value, source) for key, value in values.items()}
+    return Config(**plain)
+
+
+def _plain(key: str, value: object, source: str) -> object:
+    """A setting's value as the type that it has here, however it was written. Raises BadSetting."""
+    plain = _bytes(key, value, source) if key.endswith("_bytes") else value
     try:
-        return msgspec.convert(plain, Config, strict=False)
+        return msgspec.convert(plain, _TYPES[key], strict=False)
     except msgspec.ValidationError as error:
-        wanted, _, key = str(error).partition(" - at `$.")  # "Expected `float`, got `str` - at `$.lease_s`"
-        key = key.rstrip("`")
-        raise BadSetting(f"{source}: {key} = {plain.get(key)!r}: {wanted[0].lower()}{wanted[1:]}") from error
+        wanted = str(error)  # "Expected `float`, got `str`"
+        raise BadSetting(f"{source}: {key} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from error
 
 
 def _bytes(key: str, value: object, source: str) -> object:
@@ -135,7 +143,17 @@ def _bytes(key: str, value: object, source: str) -> object:
 
 def size(count: int) -> str:
     """Bytes for people."""
+    if 0 < count < 1 << 20:
+        return f"{count:,} bytes"
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
+
+def rounded_down(count: int) -> str:
+    """The most bytes of few digits that are no more than `count`, as a setting is written: "10.4GiB"."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20)):
+        if count >= scale:
+            return str(count * 10 // scale / 10).removesuffix(".0") + unit
+    return str(count)
 
 
 def from_sources(
@@ -173,5 +191,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def _toml_values(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BadSetting(f"{path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
         raise BadSetting(f"{path}: {error}") from error

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from layercast.demo import model
-from layercast.errors import Missing, NoDiskSpace
+from layercast.errors import BadSetting, Missing, NoDiskSpace
 
 
 @pytest.fixture
@@ -100,3 +100,12 @@ print(tokenizer.decode(out[0][ids["input_ids"].shape[1]:]))
     ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "Paris" in ran.stdout
+
+
+@pytest.mark.parametrize(("dtype", "need"), [("bfloat16", 24 << 20), ("float32", 48 << 20)])
+def test_a_slab_in_which_the_prompt_does_not_fit_is_refused_with_what_would(dtype, need):
+    tokens_kv = 1_024 * 30 * 2 * 3 * 64 * (need >> 20) // 12
+    assert need * 0.9 < tokens_kv < need
+    model.refuse_small_slab(need, dtype)
+    with pytest.raises(BadSetting, match=f"host_bytes = {need - 1}: .* {need >> 20} MiB in {dtype}; raise it"):
+        model.refuse_small_slab(need - 1, dtype)

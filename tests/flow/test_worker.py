@@ -379,7 +379,7 @@ def test_a_load_is_held_against_what_its_slots_had_when_it_was_ordered():
 @pytest.mark.parametrize("handed_over", [1, 16])
 def test_nothing_that_a_forward_without_an_end_was_to_write_is_said_to_be_saved(written, handed_over, monkeypatch):
     """A sweep would save what has not been computed."""
-    monkeypatch.setattr("layercast.flow.worker.HANDED_OVER", handed_over)
+    monkeypatch.setattr("layercast.flow.layer_step.HANDED_OVER", handed_over)
     with worker_of() as (worker, _, _):
         step = worker.begin(StepOrders(0, saves=(save("half", [0], [0]),)))
         for layer in range(written):

@@ -36,6 +36,22 @@ def test_panels_share_a_time_axis_unless_one_dwarfs_the_rest():
     assert apart == (pytest.approx(1040), pytest.approx(208), pytest.approx(208))
 
 
+def test_panels_whose_time_axes_differ_say_so(tmp_path):
+    path = tmp_path / "t.html"
+    for panels, told in (([panel()], False), ([panel(), panel(length=1.0)], True)):
+        write_html(panels, path, "a title")
+        assert ("Mind the time axes" in path.read_text()) is told
+        assert any("Mind the time axes" in text.get_text() for text in figure_of(panels, "a title").texts) is told
+
+
+def test_the_first_token_is_told_of_above_a_panel_where_no_bar_is():
+    (ax,) = (figure := figure_of([panel(length=0.05)], "a title")).axes
+    figure.draw_without_rendering()
+    (told,) = (text for text in ax.texts if "first token" in text.get_text())
+    assert told.get_text() == "first token after 50 ms"
+    assert told.get_window_extent().y0 > ax.get_window_extent().y1
+
+
 @pytest.mark.parametrize("panels", [1, 2, 3, 4])
 def test_a_png_is_drawn_for_any_number_of_panels(tmp_path, panels):
     path = tmp_path / "t.png"

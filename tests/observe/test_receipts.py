@@ -57,6 +57,14 @@ def test_the_sentence_of_a_hit_says_bytes_layers_overlap_and_check():
     )
 
 
+def test_what_vllm_held_itself_is_told_so_that_the_tokens_add_up():
+    held = msgspec.structs.replace(HIT, computed_tokens=24, held_tokens=128, loaded_tokens=872)
+    assert "1024 prompt tokens, 24 computed, 128 held by vLLM itself, 872 loaded" in held.sentence
+    missed = msgspec.structs.replace(held, held_tokens=1000, loaded_tokens=0, miss=MissReason.NEVER_UNDER_SALT)
+    assert "24 computed, 1000 held by vLLM itself, nothing loaded: no block" in missed.sentence
+    assert missed.sentence.endswith("under this salt")
+
+
 @pytest.mark.parametrize("reason", MissReason)
 def test_the_sentence_of_a_miss_says_why(reason):
     miss = Receipt(request="r2", prompt_tokens=10, computed_tokens=10, miss=reason, detail="layer 7")

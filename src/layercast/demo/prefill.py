@@ -5,6 +5,7 @@ Process and parent speak msgpack over a pipe; the KV goes over a loopback socket
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -90,14 +91,19 @@ class Prefiller:
 
 @contextmanager
 def prefill_process(setup: Setup) -> Iterator[Prefiller]:
-    """Start the process; it ends with the context, by force after END_S."""
+    """Start the process; it ends with the context, by force after END_S, at once on Ctrl-C. Of the main thread."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, msgspec.msgpack.encode(setup)), daemon=True)
+    told = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C reaches both, the parent acts
     process.start()
+    signal.signal(signal.SIGINT, told)
     theirs.close()
     try:
         yield Prefiller(ours)
+    except KeyboardInterrupt:
+        process.kill()
+        raise
     finally:
         ours.close()
         process.join(END_S)

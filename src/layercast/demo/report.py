@@ -19,10 +19,11 @@ from layercast.observe.traces import write_trace
 
 MODES = ("cold", "bulk", "layerwise", "push")
 NOTES = {
-    "cold": "Nothing to load: all is computed, and layers are saved while later ones compute.",
+    "cold": "Nothing to load: all is computed; KV is saved, of many layers at a time, behind compute.",
     "bulk": "Layer 0 waits until the KV of all layers has arrived; only then does anything compute.",
     "layerwise": "Each layer waits for its own KV only; that of later layers arrives while it computes.",
-    "push": "Another process computes the prompt; each layer's KV arrives once written, not at the end.",
+    "push": "Another process computes the prompt; each layer's KV arrives once written, not at the end. "
+    "It still computes its last layer past the first token, which needs only that layer's KV.",
 }
 COLUMNS = ("", "TTFT ms", "vs cold", "computed", "loaded", "KV MB", "waited", "hidden", "verified")
 CAPTION = (

@@ -46,8 +46,8 @@ def examine(
             return _report((*checks, *folder), shlex.join(flag_of(transfer_of(role, found.settings))))
     assert model is not None
     known = model_of(config_of(model, environ))
-    weights = 0 if facts.gpu else weight_bytes(model, environ)
-    facts = msgspec.structs.replace(settled(facts, chosen), weight_bytes=weights)
+    weights = weight_bytes(model, environ)
+    facts = msgspec.structs.replace(settled(facts, chosen), weight_bytes=0 if facts.gpu and weights else weights)
     machine = (check for check in judge(facts) if check.name in FOR_A_MODEL)
     return _report(
         (*checks, *judge_model(known, facts), *machine), serve_command(_folder_of(model), known, facts, role)

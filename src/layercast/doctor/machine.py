@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from layercast.config import Config, cache_folder, from_sources, size
+from layercast.config import Config, cache_folder, from_sources, rounded_down, size
 from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
 from layercast.doctor.checks import Check, Level, numbers
 from layercast.doctor.gpu import DRIVER, Card, cards, judge_cards
@@ -29,6 +29,8 @@ NEWEST = {"transformers": "5.24"}
 """The newest that was tried."""
 OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
 LEAST_SHM = 256 << 20
+LEAST_SLAB = 1 << 20
+"""About what a block of 16 tokens takes in a small model."""
 PLUGINS = "vllm.general_plugins"
 SHM, NO_DISKS = "/dev/shm", ("/proc", "/sys", "/dev")
 
@@ -177,7 +179,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
 
 def _settings(facts: Facts) -> Check:
     if facts.config_error:
-        return Check("settings", Level.ERROR, facts.config_error, "Mend or remove the setting that is named.")
+        return Check("settings", Level.ERROR, facts.config_error, "Mend or remove what is named.")
     return Check("settings", Level.OK, "The settings are valid.")
 
 
@@ -229,13 +231,14 @@ def _memory(facts: Facts) -> Check:
         return Check("memory", Level.NOTE, f"{slab}; this system does not tell how much memory is free.")
     found = f"{slab}, {size(facts.memory_free)} of memory are free."
     left = memory_left(facts) or 0
-    if not left:
+    if left < 2 * LEAST_SLAB:
         return Check("memory", Level.ERROR, found, "Free memory, or take a smaller model.")
-    lower = f"Set host_bytes to {left // 4} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
-    if facts.config.host_bytes > left:
-        return Check("memory", Level.ERROR, found, lower)
     if facts.config.host_bytes > left // 2:
-        return Check("memory", Level.WARNING, found, lower)
+        lower = f"Set host_bytes to {rounded_down(left // 2)} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
+        return Check("memory", Level.ERROR if facts.config.host_bytes > left else Level.WARNING, found, lower)
+    if facts.config.host_bytes < LEAST_SLAB:
+        found = f"{slab}, in which no block of most models fits: nothing would be saved."
+        return Check("memory", Level.WARNING, found, "Raise host_bytes: a unit may be written, as in 8GiB.")
     return Check("memory", Level.OK, found)
 
 
@@ -277,7 +280,11 @@ def _folder(facts: Facts) -> Check | None:
         f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.config.disk_bytes)}."
     )
     if facts.folder_room < facts.config.disk_bytes:
-        lower = f"Set disk_bytes to {facts.folder_room} or less, or free some." if facts.folder_room else "Free some."
+        lower = (
+            f"Set disk_bytes to {rounded_down(facts.folder_room)} or less, or free some."
+            if facts.folder_room
+            else "Free some."
+        )
         return Check("folder", Level.WARNING, found, lower)
     return Check("folder", Level.OK, found)
 

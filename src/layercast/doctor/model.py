@@ -107,6 +107,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _config_path(model: str, environ: Mapping[str, str]) -> Path:
+    if not model:
+        raise Missing("--vllm names no model: give a folder with a config.json, or a name that was downloaded")
     local = Path(model)
     if local.is_file():
         return local

@@ -36,6 +36,7 @@ def judge_model(model: Model, at: Facts) -> tuple[Check, ...]:
         _allocator(at),
         _plugin(at),
         _model(model, at),
+        _weights(at),
         _groups(model, at),
         _bytes(model, at),
         _room(model, at),
@@ -148,6 +149,13 @@ def _model(model: Model, at: Facts) -> Check:
         strange = f"{found} Its attention keeps an index of its own, which was never tried."
         return Check("model", Level.WARNING, strange, "Compare a few answers with and without the connector first.")
     return Check("model", Level.OK, found)
+
+
+def _weights(at: Facts) -> Check | None:
+    if at.weight_bytes is not None:
+        return None
+    found = "Beside the config there are no weights, so vLLM would not start."
+    return Check("weights", Level.WARNING, found, "Download them; to try without: --load-format dummy")
 
 
 def _groups(model: Model, at: Facts) -> Check:

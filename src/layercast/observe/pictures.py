@@ -39,6 +39,7 @@ HOW_TO_READ = (
     "A row is one layer of the model, time runs to the right. In each row: above, the layer computing (or waiting); "
     "below, its KV being copied."
 )
+OWN_AXES = " Mind the time axes: not all panels have the same."
 LANES = dict.fromkeys((SpanKind.COMPUTE, SpanKind.REMOTE, SpanKind.WAIT), (0.06, 0.50))
 """Top and height of a kind's bar inside its row of height 1; copies lie in the lower part."""
 COPY_LANE = (0.58, 0.36)
@@ -77,6 +78,11 @@ def scales_ms(panels: Sequence[Panel]) -> tuple[float, ...]:
     return tuple((short if length in rest else longest) * 1.04 for length in lengths)
 
 
+def how_to_read(scales: Sequence[float]) -> str:
+    """What a reader must know of panels whose time axes have these lengths."""
+    return HOW_TO_READ + (OWN_AXES if len(set(scales)) > 1 else "")
+
+
 def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
     """Draw the panels to `path` as a PNG. Raises Refused without panels or without matplotlib."""
     _check(panels)
@@ -97,9 +103,11 @@ def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
     spacing = ConstrainedLayoutEngine(h_pad=0.10, w_pad=0.08, hspace=0.05)
     figure = Figure(figsize=(7.2 * columns, 1.7 + 3.9 * rows), dpi=120, layout=spacing)
     figure.suptitle(f"{title}\n", fontsize=15, fontweight="bold")
-    figure.text(0.5, 1 - 0.47 / figure.get_figheight(), HOW_TO_READ, ha="center", va="top", fontsize=9.5, color="#444")
+    scales = scales_ms(panels)
+    how, below_title = how_to_read(scales), 1 - 0.47 / figure.get_figheight()
+    figure.text(0.5, below_title, how, ha="center", va="top", fontsize=9.5, color="#444", wrap=True)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax, panel, scale in zip(axes, panels, scales_ms(panels), strict=False):
+    for ax, panel, scale in zip(axes, panels, scales, strict=False):
         _draw(ax, panel, scale)
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
@@ -121,19 +129,7 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
             width = max(width, scale_ms / 400)  # a copy over a fast link must still be seen
             ax.broken_barh([(left, width)], (row_of[span.layer] + top, height), facecolors=COLOURS[kind], linewidth=0)
     if panel.first_token_s:
-        at = panel.first_token_s * 1e3
-        ax.axvline(at, color="#222", linewidth=1.2, linestyle=(0, (4, 2)))
-        right = at > scale_ms * 0.6
-        ax.annotate(
-            f"first token\n{at:,.0f} ms",
-            (at, 0.98),
-            xycoords=("data", "axes fraction"),
-            xytext=(-5 if right else 5, -4),
-            textcoords="offset points",
-            ha="right" if right else "left",
-            va="top",
-            fontsize=9,
-        )
+        ax.axvline(panel.first_token_s * 1e3, color="#222", linewidth=1.2, linestyle=(0, (4, 2)))
     ax.set_xlim(0, scale_ms)
     ax.set_ylim(len(row_of), 0)
     step = max(1, len(row_of) // 6)
@@ -142,7 +138,11 @@ def _draw(ax: "Axes", panel: Panel, scale_ms: float) -> None:
     ax.set_xlabel("ms since the request")
     ax.set_ylabel("layer")
     note = textwrap.wrap(panel.note, NOTE_LETTERS)
-    ax.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=8 + 14 * len(note))
+    above = 8 + 14 * len(note)
+    ax.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=above)
+    if panel.first_token_s:  # above the panel, as anything inside would lie on some bar
+        told = f"first token after {panel.first_token_s * 1e3:,.0f} ms"
+        ax.annotate(told, (1, 1), (0, above), "axes fraction", "offset points", fontsize=10.5, ha="right")
     ax.annotate("\n".join(note), (0, 1), (0, 6), "axes fraction", "offset points", fontsize=9.5, color="#444")
     ax.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
@@ -182,7 +182,7 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
     path.write_text(
         _PAGE.format(
             title=html.escape(title),
-            how=HOW_TO_READ,
+            how=how_to_read(scales),
             legend=legend,
             figures=figures,
             kinds="\n".join(_style(kind, colour) for kind, colour in COLOURS.items()),

@@ -17,6 +17,7 @@ class MissReason(StrEnum):
     """Why a request's KV was computed rather than loaded; the value is the sentence a user reads."""
 
     NEVER_STORED = "no block of this prompt was ever saved"
+    NEVER_UNDER_SALT = "no block of this prompt was ever saved under this salt"
     HELD = "the engine itself still held what the pool has of it"
     EVICTED = "its blocks were evicted to make room; raise host_bytes"
     SHORT = "the shared prefix is shorter than one block"
@@ -36,15 +37,17 @@ class MissReason(StrEnum):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to one request's KV.
 
-    Tokens: prompt = computed + loaded. nbytes: payload that moved over `layers` layers. mode: how it was loaded, in
-    windows of `window` layers (0 = all); reason: why so, or why it was computed. transfer_s: from the first byte
-    to the last one's landing; exposed_s: the part of it that the forward waited for, None = not known, as where a GPU
-    waits by itself; both in seconds. verified: every landed layer's digest was compared and equal.
+    Tokens: prompt = computed + held + loaded; held: those that vLLM's own prefix cache held. nbytes: payload that moved
+    over `layers` layers. mode: how it was loaded, in windows of `window` layers (0 = all); reason: why so, or why it
+    was computed. transfer_s: from the first byte to the last one's landing; exposed_s: the part of it that the forward
+    waited for, None = not known, as where a GPU waits by itself; both in seconds. verified: every landed layer's digest
+    was compared and equal.
     """
 
     request: str
     prompt_tokens: int
     computed_tokens: int
+    held_tokens: int = 0
     loaded_tokens: int = 0
     nbytes: int = 0
     layers: int = 0
@@ -68,6 +71,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The receipt as one line of plain words."""
         head = f"{self.request}: {self.prompt_tokens} prompt tokens, {self.computed_tokens} computed"
+        head += f", {self.held_tokens} held by vLLM itself" if self.held_tokens else ""
         if self.miss is not None:
             tail = f"nothing loaded: {self.miss}"
         elif self.loaded_tokens:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from small_engines import NoPool, assert_no_block_lost, bare_engine, pooled_engine, prompt_of
 
+from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.connector.transformers.requests import Finish, Params
 from layercast.errors import BadSetting, DeadlineExceeded, Refused, UnsupportedModel
@@ -208,3 +209,26 @@ def test_an_abort_of_nothing_is_refused(models):
 def test_mamba_1_is_refused_before_any_memory_is_taken(models):
     with pytest.raises(UnsupportedModel, match="Mamba-1"):
         Engine(models("jamba"), lambda layout: NoPool())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pass_this"),
+    [
+        (["text"], r"tokenizer\(text\)\['input_ids'\]"),
+        ("text", r"\['input_ids'\]"),
+        ([1, 2, 3], r"pass \[ids\]"),
+        ([{"input_ids": [1, 2]}], r"\['input_ids'\]"),
+        (torch.ones(1, 4, dtype=torch.int64), r"\.tolist\(\)"),
+        ([[[1, 2]]], "one list for each prompt"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused_with_what_to_pass(models, prompts, pass_this):
+    with bare_engine(models("llama")) as engine:
+        with pytest.raises(Refused, match=pass_this):
+            engine.generate(prompts)
+        assert engine.idle
+
+
+def test_an_engine_of_a_name_is_refused_with_what_to_pass():
+    with pytest.raises(Refused, match=r"not 'gpt2': AutoModelForCausalLM\.from_pretrained"), open_engine("gpt2"):
+        pass

@@ -54,7 +54,7 @@ def test_a_request_may_ask_not_to_load_and_not_to_save(facts):
 
 def test_a_request_that_asks_is_told_what_was_loaded_and_why_not(facts):
     assert told(facts["told"]) == {"loaded_tokens": 6 * BLOCK, "tier": "host", "miss": ""}
-    assert told(facts["own_salt"])["miss"] == "no block of this prompt was ever saved"
+    assert told(facts["own_salt"])["miss"] == "no block of this prompt was ever saved under this salt"
     assert facts["plain"]["replies"][0]["params"] is None
 
 
@@ -126,6 +126,8 @@ def test_after_a_reset_nobody_is_told_of_what_is_found_no_more(facts):
 def test_every_request_leaves_a_receipt_in_the_log(facts):
     assert any("192 loaded from host, layerwise (393,216 bytes, 4 layers" in line for line in facts["receipts"])
     assert any("nothing loaded: the request asked not to load" in line for line in facts["receipts"])
+    assert any("192 held by vLLM itself, nothing loaded: the engine itself still" in line for line in facts["receipts"])
+    assert any("64 held by vLLM itself, 128 loaded from host" in line for line in facts["receipts"])
     assert len(facts["receipts"]) >= 17
 
 

@@ -19,6 +19,7 @@ from layercast.control.node import open_pool
 from layercast.control.pool import Pool
 from layercast.control.push_node import PushNode
 from layercast.control.pushes import Engine as PushFacts
+from layercast.errors import Refused
 from layercast.observe.timeline import OFF, Timeline
 from layercast.spec.groups import Layout
 from layercast.spec.identities import identities_of
@@ -39,8 +40,13 @@ def open_engine(
 ) -> Iterator[Engine]:
     """An engine over `model` with a pool as `config` says, both ended together.
 
-    link_gbps: pace the pool's copies (see `open_pool`). transport: its own from now on, for pushes.
+    link_gbps: pace the pool's copies (see `open_pool`). transport: its own from now on, for pushes. Raises Refused for
+    what is no model, and as `Engine`.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise Refused(
+            f"open_engine takes a loaded model, not {model!r:.60}: AutoModelForCausalLM.from_pretrained(...).eval()"
+        )
     config = config or Config()
     named = partial(identities_of, model=type(model).__name__, weights_version=weights_digest(model))
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from layercast.connector.transformers.cache import LayerwiseCache
 from layercast.connector.transformers.geometry import cache_argument, read_geometry
 from layercast.connector.transformers.memory import PagedMemory, first_block
 from layercast.connector.transformers.pushes import PushDesk, wait_for_first_layer
-from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result
+from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result, refuse_other_than_ids
 from layercast.connector.transformers.sampling import generator_of, next_token
 from layercast.connector.transformers.schedule import Scheduler, Work
 from layercast.connector.transformers.space import BlockSpace
@@ -126,6 +126,7 @@ class Engine:
         return request.id
 
     def _request(self, prompt: Sequence[int], params: Params) -> Request:
+        refuse_other_than_ids(prompt)
         vocabulary = self.model.config.get_text_config().vocab_size
         if not prompt:
             raise Refused("the prompt is empty: give at least one token")

@@ -1,8 +1,10 @@
 """What is asked of the engine, what it answers, and a request's state in between. Does not know blocks' content."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 
 import msgspec
 import torch
@@ -50,6 +52,19 @@ class Finish(StrEnum):
     ABORTED = "aborted"
     PUSHED = "pushed"
     UNDELIVERED = "undelivered"
+
+
+def refuse_other_than_ids(prompt: object) -> None:
+    """Raises Refused, with what to pass instead, for a prompt that is no sequence of token ids."""
+    if isinstance(prompt, str):
+        raise Refused("a prompt is token ids, not text: pass tokenizer(text)['input_ids']")
+    if isinstance(prompt, Integral):
+        raise Refused("prompts are a list of lists of token ids: pass [ids] for one prompt")
+    if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+        raise Refused(
+            f"a prompt is a sequence of token ids, not {type(prompt).__name__}: a tokenizer's answer has them in "
+            "['input_ids'], a tensor or array gives them by .tolist(), one list for each prompt"
+        )
 
 
 @dataclass(frozen=True, slots=True)

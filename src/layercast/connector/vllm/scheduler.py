@@ -386,9 +386,9 @@ class SchedulerHooks(KVConnectorBase_V1):
             wishes, stated, problem = wishes_of(request)
             role = self._kv_transfer_config
             load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
-            known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem)
-            known.miss = None if role.is_kv_consumer else MissReason.PRODUCER
-            known.miss = MissReason.UNREADABLE if problem else known.miss
+            salted = bool(wishes.salt or request.cache_salt)
+            known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
+            known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known

@@ -5,6 +5,7 @@ Does not know the pool or the engine's scheduler.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome
 from layercast.observe.receipts import HOST, MissReason, Receipt
 from layercast.plan.policy import NO_HIT, Decision
 from layercast.spec.keys import Extra
+
+KEY, NEAR = "layercast", 0.8
+"""Where a request states its wishes, and how like it another key is that was meant for it: one or two wrong letters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,8 @@ class Tracked:
     miss: MissReason | None = None
     problem: str = ""
     """What is wrong with its wishes."""
+    salted: bool = False
+    """Whether a salt, its own or vLLM's, keeps it apart from others."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -65,24 +71,32 @@ class Tracked:
         if not self.told:
             return None
         tier = self.tier if self.promised else ""
-        return {"layercast": {"loaded_tokens": self.promised, "tier": tier, "miss": self.why}}
+        return {KEY: {"loaded_tokens": self.promised, "tier": tier, "miss": self.why}}
 
     @property
     def why(self) -> str:
         """Why nothing was loaded, as a sentence; empty where something was."""
         if self.miss is None or self.promised:
             return ""
-        return f"{self.miss}: {self.problem}" if self.problem else str(self.miss)
+        return f"{self.missed}: {self.problem}" if self.problem else str(self.missed)
+
+    @property
+    def missed(self) -> MissReason | None:
+        """The reason for a miss, as it reads where a salt is in force."""
+        never = self.salted and self.miss is MissReason.NEVER_STORED
+        return MissReason.NEVER_UNDER_SALT if never else self.miss
 
     @property
     def receipt(self) -> Receipt:
         """What the pool did for it. nbytes, layers and times are one rank's."""
         load, prompt = self.loaded, self.request.num_prompt_tokens
         landed = self.promised if load is not None and load.end is LoadEnd.LANDED else 0
+        held = min(self.local, prompt - landed)
         return Receipt(
             request=self.request.request_id,
             prompt_tokens=prompt,
-            computed_tokens=max(0, prompt - landed - self.local),
+            computed_tokens=prompt - landed - held,
+            held_tokens=held,
             loaded_tokens=landed,
             nbytes=0 if load is None else load.nbytes,
             layers=0 if load is None else load.layers,
@@ -93,7 +107,7 @@ class Tracked:
             transfer_s=0.0 if load is None else load.transfer_s,
             exposed_s=0.0 if load is None else load.exposed_s,
             verified=load is not None and load.verified,
-            miss=None if self.promised else self.miss,
+            miss=None if self.promised else self.missed,
             detail=self.problem if load is None else load.reason,
         )
 
@@ -108,9 +122,13 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def wishes_of(request: Request) -> tuple[Wishes, bool, str]:
     """(its wishes, whether it has stated any, why they can't be read: then it neither saves nor loads)."""
-    stated = (request.kv_transfer_params or {}).get("layercast")
+    params = request.kv_transfer_params or {}
+    stated = params.get(KEY)
     if stated is None:
-        return Wishes(), False, ""
+        meant = get_close_matches(KEY, [key for key in params if isinstance(key, str)], n=1, cutoff=NEAR)
+        if not meant:
+            return Wishes(), False, ""
+        return Wishes(save=False, load=False), True, f"{meant[0]!r} is unknown: write {KEY!r}"
     try:
         return msgspec.convert(stated, Wishes), True, ""
     except msgspec.ValidationError as error:

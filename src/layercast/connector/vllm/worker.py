@@ -22,8 +22,9 @@ from layercast.connector.vllm.stats import FULL_GRAPH_STEPS, Stats
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, TransferResults, by_layer
 from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
+from layercast.flow.layer_step import LayerStep
 from layercast.flow.orders import LoadEnd, LoadOrder, ReceiveOrder, StepOrders, StepReport
-from layercast.flow.worker import LayerStep, Worker
+from layercast.flow.worker import Worker
 from layercast.observe.timeline import OFF, Timeline
 
 STUCK_S = 10.0
