@@ -1,3 +1,4 @@
+import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from host_device import DeviceMemory, HostDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.errors import BadTransition, DeadlineExceeded
+from layercast.errors import BadTransition, DeadlineExceeded, Refused
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_bell import Bell
@@ -284,3 +285,13 @@ def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
     assert any(heard)
     assert not bell.heard(0)
     bell.close()
+
+
+def test_a_system_without_another_file_says_what_to_raise(device):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(Refused, match="limit of open files"):
+            Bell(device.calls.ring, singly=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -20,7 +20,10 @@ class Bell:
     def __init__(self, ring: Call, *, singly: bool) -> None:
         if not hasattr(os, "eventfd"):
             raise Refused("this system has no event files, so nothing can wake the threads of a GPU; use Linux")
-        self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (os.EFD_SEMAPHORE if singly else os.EFD_NONBLOCK))
+        try:
+            self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (os.EFD_SEMAPHORE if singly else os.EFD_NONBLOCK))
+        except OSError as error:
+            raise Refused(f"no event file for a GPU's threads ({error}); raise the limit of open files") from error
         self._ring = ring
         self._one = ctypes.c_uint64(1)
 
