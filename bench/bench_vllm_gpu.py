@@ -75,20 +75,22 @@ class Engine:
     """A case's process. Raises RuntimeError, with the end of its log, when it has died."""
 
     def __init__(self, name, slot, args):
-        self.name, self.dead = name, False
         case = {
             "model": args.model,
             "kv_bytes": BLOCKS * 16 * KV_BYTES_A_TOKEN,
             **CASES[name],
             **json.loads(args.engine),
         }
-        self.log = Path(args.logs) / f"{name}.log"
         cache = {"VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', '/tmp/vllm_cache')}_{slot}"}
-        env = {**os.environ, **ENV, **cache, **case.pop("env", {})}
+        self._start(name, Path(args.logs) / f"{name}.log", {**cache, **case.pop("env", {})}, case)
+
+    def _start(self, name, log, env, case):
+        """The process, which imports what it needs and waits for `begin`."""
+        self.name, self.dead, self.log = name, False, log
         command = [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(case)]
-        pipe = subprocess.PIPE
+        env, pipe = {**os.environ, **ENV, **env}, subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.log.open("w"), text=True, env=env, cwd=HERE
+            command, stdin=pipe, stdout=pipe, stderr=log.open("w"), text=True, env=env, cwd=HERE
         )
 
     def begin(self):

@@ -25,7 +25,7 @@ from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
 from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_driver import DEVICE, HOST, Calls, memory_copy
+from layercast.move.cuda_driver import DEVICE, HOST, Calls
 from layercast.move.cuda_gates import CudaGate
 from layercast.move.cuda_pin import Pinning
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
@@ -59,9 +59,7 @@ class NullDevice(HostDevice):
         self._kept = write
         written = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 4)(write.address)
         sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "hold": 4}
-        self.calls = Calls(
-            **{name: nothing(count) for name, count in sizes.items()}, write=written, fetch=memory_copy()
-        )
+        self.calls = Calls(**{name: nothing(count) for name, count in sizes.items()}, write=written)
 
 
 def opened(block_major: bool, staged: bool = False):

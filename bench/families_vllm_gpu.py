@@ -11,7 +11,6 @@ token, so there the bytes count alone.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock, Timer
 
-from bench_vllm_gpu import ENV, Engine, Results, layercast
+from bench_vllm_gpu import Engine, Results, layercast
 
-HERE = Path(__file__).parent
 HOST_BYTES = 1 << 30
 BASE = {
     "hidden_size": 1024,
@@ -139,7 +137,6 @@ class Family(Engine):
     """A family's process."""
 
     def __init__(self, name, args, folder):
-        self.name, self.dead = name, False
         family = FAMILIES[name]
         model = Path(folder) / family["model"]
         model.mkdir(exist_ok=True)
@@ -160,17 +157,8 @@ class Family(Engine):
             "moves": True,
             "lift": family.get("lift", False),
         }
-        self.log = Path(args.logs) / f"family-{name.replace(' ', '-').replace(',', '')}.log"
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(case)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=self.log.open("w"),
-            text=True,
-            env={**os.environ, **ENV, **family.get("env", {})},
-            cwd=HERE,
-        )
+        log = Path(args.logs) / f"family-{name.replace(' ', '-').replace(',', '')}.log"
+        self._start(name, log, family.get("env", {}), case)
 
     def prove(self, args, results, lock):
         """Everything that is asked of it, within its time."""

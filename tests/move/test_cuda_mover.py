@@ -14,7 +14,7 @@ from layercast.errors import BrokenInvariant, DeviceFailed, Missing
 from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
-from layercast.move.cuda_driver import DEVICE, HOST, memory_copy
+from layercast.move.cuda_driver import DEVICE, HOST, libc
 from layercast.move.cuda_issue import Issue, plain_issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
@@ -156,7 +156,7 @@ class Native(HostDevice):
         super().__init__()
         from numba import carray, cfunc, types
 
-        number, copy = types.int64, memory_copy()
+        number, copy = types.int64, libc("memcpy", 3, keeping=True)
 
         @cfunc(types.int32(*[number] * 8))
         def copy_batch(to, from_, nbytes, count, _attributes, _indices, _one, _stream):

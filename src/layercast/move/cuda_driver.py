@@ -8,7 +8,7 @@ function pointers (see cuda_issue); the driver reads the low half where it wants
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from layercast.errors import DeviceFailed, OutOfMemory, Refused
 
@@ -25,32 +25,9 @@ _STREAM_ORDER = 1
 Call = Callable[..., int]
 
 
-def memory_copy() -> Call:
-    """libc's memcpy(to, from, bytes), which keeps the interpreter lock."""
-    call = ctypes.PyDLL(None).memcpy
-    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    return call
-
-
-def sleep() -> Call:
-    """libc's usleep(microseconds), which gives the interpreter lock up."""
-    call = ctypes.CDLL(None).usleep
-    call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64]
-    return call
-
-
-def ringing() -> Call:
-    """libc's write(file, address, bytes), which keeps the interpreter lock: for a bell's file it ends at once."""
-    call = ctypes.PyDLL(None).write
-    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    return call
-
-
-def hearing() -> Call:
-    """libc's read(file, address, bytes), which gives the interpreter lock up."""
-    call = ctypes.CDLL(None).read
-    call.restype, call.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    return call
+def libc(name: str, arguments: int, *, keeping: bool) -> Call:
+    """libc's call of that name. keeping: it keeps the interpreter lock, as it ends at once."""
+    return _typed(name, arguments, (ctypes.PyDLL if keeping else ctypes.CDLL)(None), ctypes.c_int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +49,10 @@ class Calls:
     launch: Call
     write: Call
     hold: Call
-    fetch: Call = field(default_factory=memory_copy)
-    rest: Call = field(default_factory=sleep)
-    ring: Call = field(default_factory=ringing)
-    hear: Call = field(default_factory=hearing)
+    fetch: Call = field(default_factory=partial(libc, "memcpy", 3, keeping=True))
+    rest: Call = field(default_factory=partial(libc, "usleep", 1, keeping=False))
+    ring: Call = field(default_factory=partial(libc, "write", 3, keeping=True))
+    hear: Call = field(default_factory=partial(libc, "read", 3, keeping=False))
 
 
 class _Attributes(ctypes.Structure):
@@ -109,9 +86,9 @@ def _calls() -> Calls:
     )
 
 
-def _typed(name: str, arguments: int, library: ctypes.CDLL) -> Call:
+def _typed(name: str, arguments: int, library: ctypes.CDLL, result: type = ctypes.c_int) -> Call:
     call = getattr(library, name)
-    call.restype, call.argtypes = ctypes.c_int, [ctypes.c_int64] * arguments
+    call.restype, call.argtypes = result, [ctypes.c_int64] * arguments
     return call  # type: ignore[no-any-return]
 
 

@@ -196,7 +196,7 @@ class CudaFlight:
 
     @property
     def moved(self) -> bool:
-        """Whether the device says that it is in place, or that is over anyway. Never blocks."""
+        """Whether the device says that it is in place, or that it is over anyway. Never blocks."""
         return self.done or (self.wave.queued.is_set() and self.wave.tally.reached(self.number))
 
     def handed(self, timeout_s: float) -> bool:

@@ -60,7 +60,7 @@ def refuse_other_than_ids(prompt: object) -> None:
         raise Refused("a prompt is token ids, not text: pass tokenizer(text)['input_ids']")
     if isinstance(prompt, Integral):
         raise Refused("prompts are a list of lists of token ids: pass [ids] for one prompt")
-    if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+    if not isinstance(prompt, Sequence) or not all(isinstance(token, (int, Integral)) for token in prompt):
         raise Refused(
             f"a prompt is a sequence of token ids, not {type(prompt).__name__}: a tokenizer's answer has them in "
             "['input_ids'], a tensor or array gives them by .tolist(), one list for each prompt"
