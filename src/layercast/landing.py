@@ -37,6 +37,10 @@ class Landing:
         """Never: on a host, whether it lands is known when it has ended. A device's flight says more."""
         return False
 
+    def part(self, nth: int) -> "Landing":
+        """Itself, as on a host all parts end together."""
+        return self
+
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
         with self._lock:

@@ -10,6 +10,7 @@ from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.line import Line
 from layercast.move.paced import PacedMover
+from layercast.plan.pieces import Series
 from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
 
 
@@ -31,6 +32,13 @@ class TestCpuMover(MoverLaws):
         tracemalloc.stop()
         assert peak < size * blocks // 64
         assert mover.staging_bytes == 0
+
+    def test_a_series_moves_part_by_part_in_one_flight(self, mover):
+        source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+        at, to = source.ctypes.data, target.ctypes.data
+        (flight,) = mover.submit_all([Series(pieces_of((at, to, 4), (at + 8, to + 4, 4)), ((0, 8), (16, 0)))])
+        flight.part(1).wait(SOON_S)
+        assert target[:16].tolist() == [*range(16, 20), *range(24, 28), *range(4), *range(8, 12)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -10,6 +10,7 @@ from loops import LOOPS, loop_of
 
 from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, plain_issue
 from layercast.move.cuda_program import Program
+from layercast.plan.pieces import Series
 from layercast.testing.move_laws import pieces_of
 
 AHEAD = 4
@@ -41,7 +42,7 @@ def copied(device, pieces, cuts=(), *, batched=True):
     device.copies.clear()
     device.calls_of.clear()
     program, errors = Program(), np.zeros(1, np.int64)
-    program.copies([pieces], 1, batched=batched)
+    program.copies(Series(pieces), range(1), 1, batched=batched)
     device.issue.run(program.table(), program.longest, np.array(sorted(cuts), np.int64), errors, 0)
     assert not errors.any()
     return device.copies
@@ -133,7 +134,7 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
     for _ in range(5):  # calls are counted from program to program
         program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
         for nth in range(10):
-            program.copies([pieces_of((nth * quarter, nth * quarter, quarter))], 1, batched=batched)
+            program.copies(Series(pieces_of((nth * quarter, nth * quarter, quarter))), range(1), 1, batched=batched)
         device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
         assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == 50 * quarter
@@ -145,7 +146,7 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     device, pace = Slow(0), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
     device.issue = plain_issue(device.calls, (0, 0))
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
-    program.copies([pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))], 1, batched=True)
+    program.copies(Series(pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))), range(1), 1, batched=True)
     device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
     assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES

@@ -19,6 +19,7 @@ from layercast.move.cuda_issue import Issue, plain_issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
+from layercast.plan.pieces import Series
 from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
 
 NOTHING = np.zeros(0, np.int64)
@@ -124,7 +125,7 @@ def test_a_program_by_the_engine_takes_nothing_of_one_by_the_kernel_that_another
     lane, ours, theirs = mover._arm(Direction.UP).lane, Program(), Program()
     started = lane.start(ours, way)
     lane.finish(theirs, Way.ENGINE, lane.start(theirs, Way.ENGINE), lane.copy)
-    stream = lane.move(ours, [rows], way, 0, pinned=True)
+    stream = lane.move(ours, Series(rows), range(1), way, 0, pinned=True)
     lane.finish(ours, way, started, stream)
     for program in (theirs, ours):
         device.issue(device.calls, (0, 0)).run(program.table(), program.longest, NOTHING, np.zeros(1, np.int64), 1)
@@ -225,6 +226,57 @@ def test_what_is_submitted_before_the_last_was_picked_up_moves_in_its_turn(devic
     assert [entry[3] for entry in device.log if entry[0] == "write"] == list(range(1, 101))
     assert laid[0]
     assert len(laid) == 50
+    mover.close(SOON_S)
+
+
+def series_in(memory, blocks, turns, size=64):
+    """(a series over new memory, where each of its parts lands, what is to be there)."""
+    parts, step = len(turns), size * (2 * blocks)
+    source, target = memory.alloc(step * parts), memory.alloc(step * parts)
+    memory.write(source, data := os.urandom(step * parts))
+    rows = pieces_of(*((source + size * 2 * i, target + size * (2 * (blocks - i) - 1), size) for i in range(blocks)))
+    series = Series(rows, tuple((step * n, step * (parts - 1 - n)) for n in range(parts)), turns)
+    ends = [target + step * (parts - 1 - n) + size for n in range(parts)]
+    return series, ends, [data[step * n + size * 2 * (blocks - 1) :][:size] for n in range(parts)]
+
+
+@pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_parts_of_several_series_move_by_their_turns_and_each_has_its_number(device, costs, kinds):
+    mover, memory = mover_of(device, costs), DeviceMemory(device, kinds)
+    turns = (0, 1, 2, 3), (1, 3), (0, 2, 3)
+    made = [series_in(memory, blocks, ours) for blocks, ours in zip((2, 5, 3), turns, strict=True)]
+    flights = mover.submit_all([series for series, _, _ in made])
+    for flight, (_, ends, wanted) in zip(flights, made, strict=True):
+        flight.wait(SOON_S)
+        assert [memory.read(end, 64) for end in ends] == wanted
+    order = sorted((turn, batch, nth) for batch, ours in enumerate(turns) for nth, turn in enumerate(ours))
+    assert [flights[batch].part(nth).number for _, batch, nth in order] == list(range(1, 10))
+    mover.close(SOON_S)
+
+
+class SecondCopy(dict):
+    """Of all calls of the driver the one that fails."""
+
+    seen = 0
+
+    def __contains__(self, name):
+        self.seen += name == "copy_batch"
+        return name == "copy_batch" and self.seen == 2
+
+
+def test_a_part_that_the_device_refuses_fails_its_series_and_no_other(device):
+    mover, memory = mover_of(device, only(Way.ENGINE)), DeviceMemory(device, (HOST, DEVICE))
+    (one, ends, wanted), (other, *_) = [series_in(memory, 3, (0, 1, 2)) for _ in range(2)]
+    device.failing = SecondCopy(copy_batch=1)
+    good, bad = mover.submit_all([one, other])
+    good.wait(SOON_S)
+    assert [memory.read(end, 64) for end in ends] == wanted
+    with pytest.raises(DeviceFailed):
+        bad.wait(SOON_S)
+    assert [bool(bad.part(nth).refusal) for nth in range(3)] == [True, False, False]
+    assert isinstance(bad.error, DeviceFailed)
+    assert bad.part(1).error is None
     mover.close(SOON_S)
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from memory_model import FAMILIES, block_by_block, execute, natural, side_of, sides, touched
 
 from layercast.errors import BadBlocks, LayoutMismatch
-from layercast.plan.pieces import COLUMNS, Pieces, columns_of, merged_columns, route_between
+from layercast.plan.columns import columns_of, merged_columns
+from layercast.plan.pieces import COLUMNS, Pieces, route_between
 from layercast.spec.groups import packed_like
 
 LAYERS = (0, 3, 4)
@@ -69,6 +70,22 @@ def test_windows_that_share_their_arrays_are_what_each_would_be_by_itself(case, 
     for window in windows:
         found, wanted = plan.window(window), replace(again, shifts={}).plan(sources, targets).window(window)
         assert all(np.array_equal(getattr(found, name), getattr(wanted, name)) for name in COLUMNS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(copies(), st.integers(1, 4))
+def test_the_parts_of_a_plans_series_are_its_windows_each_once(case, size):
+    source, target, sources, targets = case
+    plan = route_between(source.group, target.group).plan(sources, targets)
+    windows = tuple(tuple(LAYERS[at : at + size]) for at in range(0, len(LAYERS), size))
+    found = {}
+    for alike, series, (nbytes, copied) in plan.series((*windows, (max(LAYERS) + 1,))):
+        assert list(series.turns) == sorted(window[0] for window in alike.windows)
+        assert (nbytes, copied) == tuple(map(sum, zip(*(part.size for part in series.parts), strict=True)))
+        found.update(zip(alike.windows, series.parts, strict=True))
+    assert sorted(found) == list(windows)
+    for window, part in found.items():
+        assert all(np.array_equal(getattr(part, name), getattr(plan.window(window), name)) for name in COLUMNS)
 
 
 def test_layers_that_are_alike_but_for_where_they_lie_are_known_to_be():

@@ -70,6 +70,12 @@ class Ways:
         )
 
     @property
+    def limits(self) -> tuple[int, ...]:
+        """Most blocks and bytes of a batch, where it has limits."""
+        limits = self.config.layerwise_max_transfer_blocks, self.config.layerwise_max_transfer_bytes
+        return limits if any(limits) else ()
+
+    @property
     def verify(self) -> bool:
         """Whether what moves is hashed. What lies on a device is not: reading it back costs more than moving it."""
         return self.config.verify and not self.on_device
@@ -105,17 +111,29 @@ class Ways:
                 slots += pair.slots
         return {group: self.saving[group].plan(*sides[group]) for group in sorted(sides) if sides[group][0]}
 
-    def load_batches(self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = ()) -> list[Batch]:
-        """All batches of a load, window by window, each ordered behind `after`."""
+    def load_batches(
+        self, run: LoadRun, order: LoadOrder, after: tuple[Flight, ...] = (), whole: bool = False
+    ) -> list[Batch]:
+        """All batches of a load, window by window, each ordered behind `after`.
+
+        whole: windows that are alike are to be one batch, as far as batches have no limits.
+        """
         plans = self.load_plans(order.pairs)
         if self.verify:
             for group, plan in plans:
                 slots = plan.pairs()[0]
                 run.kept[group] = Kept(slots, self.rows[group], self.slab.digests[group].take(slots, axis=1))
         hashed = [self._hashed(plan, "target", "source") for _, plan in plans]
+        windows = windows_of(self.layers, order.window)
+        if whole and not self.limits:
+            return [
+                Batch(run, run.id, alike.layers, series, ranges, after, size, group, alike.windows)
+                for (group, plan), ranges in zip(plans, hashed, strict=True)
+                for alike, series, size in plan.series(windows)
+            ]
         return [
             batch
-            for window in windows_of(self.layers, order.window)
+            for window in windows
             for (group, plan), ranges in zip(plans, hashed, strict=True)
             for batch in self._batches(run, run.id, group, plan, window, ranges, after)
         ]
@@ -151,11 +169,9 @@ class Ways:
         layers, pieces, size = plan.sized(window)
         if not layers:
             return []
-        config = self.config
-        if not (config.layerwise_max_transfer_blocks or config.layerwise_max_transfer_bytes):
+        if not self.limits:
             return [Batch(run, owner, layers, pieces, hashed, after, size, group)]
-        most = config.layerwise_max_transfer_blocks, config.layerwise_max_transfer_bytes
-        *first, last = batches_of(plan, layers, *most)
+        *first, last = batches_of(plan, layers, *self.limits)
         return [
             Batch(run, owner, layers, part, ranges, after, part.size, group)
             for part, ranges in [*((part, None) for part in first), (last, hashed)]

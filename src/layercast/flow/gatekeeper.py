@@ -73,4 +73,12 @@ class Gatekeeper:
 
     def _pass(self, flights: Mapping[Batch, Flight]) -> None:
         if flights:
-            self.gate.open_all([(layer, flight) for batch, flight in flights.items() for layer in batch.layers])
+            self.gate.open_all([passed for batch, flight in flights.items() for passed in _by_layer(batch, flight)])
+
+
+def _by_layer(batch: Batch, flight: Flight) -> list[tuple[int, Flight]]:
+    """For each layer the flight of what brings it."""
+    if not batch.windows:
+        return [(layer, flight) for layer in batch.layers]
+    parts = [(window, flight.part(nth)) for nth, window in enumerate(batch.windows)]
+    return [(layer, part) for window, part in parts for layer in window]

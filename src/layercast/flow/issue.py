@@ -21,7 +21,7 @@ from layercast.move.base import DigestFlight, Flight, Mover
 from layercast.move.flights import HostFlight, landed
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.order import DeadlineQueue
-from layercast.plan.pieces import DigestRanges, Pieces
+from layercast.plan.pieces import DigestRanges, Pieces, Series
 
 _log = logging.getLogger("layercast")
 
@@ -56,18 +56,20 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     """One submission: pieces, then digests of what they moved.
 
     hashed: what the digest of each layer covers; None = there are none.
-    layers: what it brings nearer to complete; its first is the layer that waits for it.
+    layers: what it brings nearer to complete; its first is the layer that waits for it. windows: for each part of a
+    series those of the layers that it brings.
     size: (bytes, copies) of its pieces. group: whose blocks it moves, by its index in the layout.
     """
 
     run: Run
     owner: str
     layers: tuple[int, ...]
-    pieces: Pieces
+    pieces: Pieces | Series
     hashed: Hashed | None = None
     after: tuple[Flight, ...] = ()
     size: tuple[int, int] = (0, 0)
     group: int = 0
+    windows: tuple[tuple[int, ...], ...] = ()
 
 
 class Sent(NamedTuple):

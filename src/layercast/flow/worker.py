@@ -103,7 +103,7 @@ class Worker:
             self.abort(request)
         if self.ways.stagger_s and (orders.loads or orders.background):
             after = (*after, delayed(self.ways.stagger_s))
-        loads = dict(self._load(order, after) for order in orders.loads)
+        loads = dict(self._load(order, after, self.mover.whole_steps) for order in orders.loads)
         background = dict(self._load(order, after) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
         joined = self._join(orders.joins)
@@ -202,9 +202,9 @@ class Worker:
         run.give_back(dropped)  # first, or gates that are armed meanwhile would wait for what nobody will skip
         self.gates.skip(dropped)
 
-    def _load(self, order: LoadOrder, after: Sequence[Flight]) -> tuple[LoadRun, list[Batch]]:
+    def _load(self, order: LoadOrder, after: Sequence[Flight], whole: bool = False) -> tuple[LoadRun, list[Batch]]:
         run = LoadRun(order, order.id, self)
-        batches = self.ways.load_batches(run, order, tuple(after))
+        batches = self.ways.load_batches(run, order, tuple(after), whole)
         run.plan(batches)
         return run, batches
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from layercast.errors import BrokenInvariant
 from layercast.landing import Landing
-from layercast.plan.pieces import DigestRanges, Pieces
+from layercast.plan.pieces import DigestRanges, Pieces, Series
 
 Digests = npt.NDArray[np.uint64]
 
@@ -43,6 +43,10 @@ class Flight(Protocol):
         in place. What is still being handed over is waited for, up to `timeout_s` seconds."""
         ...
 
+    def part(self, nth: int) -> "Flight":
+        """The flight of one part of a series."""
+        ...
+
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
         ...
@@ -63,11 +67,12 @@ class Mover(ABC):
         """
 
     def submit_all(
-        self, batches: Sequence[Pieces], *, after: Sequence[Sequence[Flight]] = (), keep: Sequence[object] = ()
+        self, batches: Sequence[Pieces | Series], *, after: Sequence[Sequence[Flight]] = (), keep: Sequence[object] = ()
     ) -> Sequence[Flight]:
         """Copy several batches in this order, each behind its own `after`; a flight for each. Returns at once.
 
-        What can't be submitted is a failed flight, and the others move all the same.
+        Of series the parts go by their turns. What can't be submitted is a failed flight, and the others move all the
+        same.
         """
         return [
             self._submitted(pieces, behind, keep)
@@ -90,8 +95,9 @@ class Mover(ABC):
         On a CPU the caller's writes are done when it calls; on a device this is an event on the current stream.
         """
 
-    def _submitted(self, pieces: Pieces, after: Sequence[Flight], keep: Sequence[object]) -> Flight:
+    def _submitted(self, batch: Pieces | Series, after: Sequence[Flight], keep: Sequence[object]) -> Flight:
         try:
+            pieces = batch if isinstance(batch, Pieces) else Pieces.join(batch.parts)
             return self.submit(pieces, after=after, keep=keep)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
             failed = Landing()

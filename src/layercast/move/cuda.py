@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +21,8 @@ from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
 from layercast.move.cuda_issue import Issue, best_issue
-from layercast.move.cuda_lane import Lane, arrays_of
+from layercast.move.cuda_lane import Lane
+from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_places import all_pinned, direction_of
 from layercast.move.cuda_program import EVERYBODYS, Program
@@ -31,7 +30,7 @@ from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
 from layercast.move.raw import digests_of
-from layercast.plan.pieces import DigestRanges, Pieces
+from layercast.plan.pieces import DigestRanges, Pieces, Series
 
 STAGING_BYTES = 192 << 20
 """Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
@@ -47,17 +46,6 @@ class _Arm:
     desk: Desk
     line: Line
     watcher: Watcher
-
-
-class _Orders(NamedTuple):
-    """The batches of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
-
-    pieces: Sequence[Pieces]
-    after: Sequence[Sequence[Flight]]
-    flags: Sequence[int]
-    """Addresses of 32-bit words to set behind them; 0 = none."""
-    behind: Sequence[int]
-    """Addresses of words that they wait for; 0 = none."""
 
 
 class CudaMover(Mover):
@@ -109,7 +97,7 @@ class CudaMover(Mover):
 
     def submit_all(
         self,
-        batches: Sequence[Pieces],
+        batches: Sequence[Pieces | Series],
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
@@ -118,9 +106,10 @@ class CudaMover(Mover):
     ) -> list[CudaFlight]:
         """Copy several batches, all in one direction and in this order, each behind its own `after`; a flight for each.
 
-        They are issued in one call, without the interpreter lock. flags: for each batch the address of a 32-bit word,
-        in pinned or device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A
-        word that nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
+        They are issued in one call, without the interpreter lock. Of series the parts go by their turns, those of
+        turn 0 (as plain pieces) in the order of the batches. flags: for each batch the address of a 32-bit word, in
+        pinned or device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A word
+        that nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
         """
         count = len(batches)
         after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
@@ -133,14 +122,16 @@ class CudaMover(Mover):
         if not batches:
             return []
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        orders = _Orders(batches, [hurdles[id(flights)] for flights in after], flags, behind)
+        series = [batch if isinstance(batch, Series) else Series(batch, (batch.shift,)) for batch in batches]
+        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
         self._driver.bind()
-        return self._submit(self._arm(direction_of(self._driver, batches)), orders, others, keep)
+        return self._submit(self._arm(direction_of(self._driver, series)), orders, others, keep)
 
-    def _submit(self, arm: _Arm, orders: _Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
-        lane, count, laid = arm.lane, len(orders.pieces), False
+    def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
+        lane, runs, laid = arm.lane, orders.runs(), False
+        count = sum(len(run.parts) for run in runs)
         wave = Wave(lane.tally, count, self._events.take())
-        early = None if others else self._whole(lane, orders, wave)
+        early = None if others else self._whole(lane, orders, runs, wave)
         table = None if early is None else early.table()
 
         def queued() -> None:
@@ -154,8 +145,8 @@ class CudaMover(Mover):
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
             if not laid:
-                whole = early or self._whole(lane, orders, wave)
-                for program in self._in_parts(lane, orders, wave) if whole is None else [whole]:
+                whole = early or self._whole(lane, orders, runs, wave)
+                for program in self._in_parts(lane, orders, runs, wave) if whole is None else [whole]:
                     self._issue.run(program.table(), program.longest, self._cuts, wave.errors, wave.first)
             wave.issued.set()
             arm.watcher.add(wave)
@@ -174,7 +165,7 @@ class CudaMover(Mover):
         wave.then(ended)
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
         arm.line.submit(wave, run, behind, keep, queued)
-        return [CudaFlight(wave, index) for index in range(count)]
+        return [CudaFlight(wave, places) for places in orders.places(runs)]
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
         """One 64-bit XXH3 a row, computed by the host: device memory is read back for it, so this costs bandwidth."""
@@ -275,41 +266,39 @@ class CudaMover(Mover):
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
 
-    def _whole(self, lane: Lane, orders: _Orders, wave: Wave) -> Program | None:
+    def _whole(self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave) -> Program | None:
         """The wave as one program, if it goes by the engine. On any thread, once what it waits for has its numbers."""
-        batches = orders.pieces
-        pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        if pinned and lane.way(batches[:1]) is not Way.ENGINE:
+        pinned = all_pinned(self._driver, self._pinnings, lane.direction, orders.batches)
+        if pinned and lane.way(orders.batches[:1]) is not Way.ENGINE:
             return None
-        return self._program(lane, orders, range(len(batches)), wave, Way.ENGINE, pinned=pinned)
+        return self._program(lane, orders, runs, wave, Way.ENGINE, pinned=pinned)
 
-    def _in_parts(self, lane: Lane, orders: _Orders, wave: Wave) -> Iterator[Program]:
+    def _in_parts(self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave) -> Iterator[Program]:
         """The wave in several programs: one moves while the next is written. On the thread that issues."""
-        for part in _growing(orders.pieces):
-            way = lane.way(orders.pieces[part.start : part.stop])
-            yield self._program(lane, orders, part, wave, way, pinned=True)
+        for some in orders.growing(runs):
+            way = lane.way([orders.batches[run.batch] for run in some])
+            yield self._program(lane, orders, some, wave, way, pinned=True)
 
-    def _program(self, lane: Lane, orders: _Orders, part: range, wave: Wave, way: Way, *, pinned: bool) -> Program:
-        """A part of the wave as a program: each batch behind its hurdles, counted once it has moved."""
+    def _program(
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
+    ) -> Program:
+        """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved."""
         program = Program(EVERYBODYS)
         started, stream = lane.start(program, way), lane.copy
         passed: set[Flight] = set()
-        index = part.start
-        while index < part.stop:
-            for flight in orders.after[index]:
+        for batch, parts, place in runs:
+            for flight in orders.after[batch]:
                 if flight not in passed:
                     lane.wait(program, way, flight)
                     passed.add(flight)
-            if orders.behind[index]:
-                lane.hold_until(program, orders.behind[index], way)
-            alike = _alike(orders, range(index, part.stop), passed)
-            program.owner, group = index, orders.pieces[index : index + alike]
-            stream = lane.move(program, group, way, index, pinned=pinned)
+            if orders.behind[batch]:
+                lane.hold_until(program, orders.behind[batch], way)
+            program.owner, series = place, orders.batches[batch]
+            stream = lane.move(program, series, parts, way, place, pinned=pinned)
             program.owner = EVERYBODYS
-            if orders.flags[index]:
-                program.write(stream, orders.flags[index])
-            index += alike
-        if part.stop == len(orders.pieces):
+            if orders.flags[batch] and parts.stop == len(series.shifts):
+                program.write(stream, orders.flags[batch])
+        if runs[-1].place + len(runs[-1].parts) == len(wave.errors):
             program.record(wave.event.handle, stream)
         lane.finish(program, way, started, stream)
         return program
@@ -331,7 +320,7 @@ class CudaMover(Mover):
             length = np.broadcast_to(ranges.length, source.shape)
             program, errors = Program(), np.zeros(1, np.int64)
             pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
-            program.copies([pieces], lane.copy, batched=self._driver.batches)
+            program.copies(Series(pieces), range(1), lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
             self._issue.run(program.table(), program.longest, self._cuts, errors, 0)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
@@ -348,27 +337,6 @@ class CudaMover(Mover):
             self._read_back = (self._driver.host_memory(nbytes), nbytes)
             self._staged += nbytes - size
         return self._read_back[0]
-
-
-def _alike(orders: _Orders, part: range, passed: set[Flight]) -> int:
-    """How many from the first of a part on share its arrays, and have nothing to wait for or to set by themselves."""
-    if orders.flags[part.start]:
-        return 1
-    first = orders.pieces[part.start]
-    for index in part[1:]:
-        alone = orders.flags[index] or orders.behind[index] or not passed.issuperset(orders.after[index])
-        if alone or not first.shares(orders.pieces[index]):
-            return index - part.start
-    return len(part)
-
-
-def _growing(batches: Sequence[Pieces]) -> list[range]:
-    """The first batch and the others, while which are written it moves; in growing parts where each has its table."""
-    count = len(batches)
-    if len(set(map(arrays_of, batches))) == 1:
-        return [range(1), range(1, count)][: min(count, 2)]
-    ends = [1, *(4**nth for nth in range(1, count.bit_length() // 2 + 2))]
-    return [range(first, min(last, count)) for first, last in pairwise([0, *ends]) if first < count]
 
 
 def torch_stream() -> int:

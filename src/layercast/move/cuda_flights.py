@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -161,13 +161,17 @@ class Wave(HostFlight):
 
 
 class CudaFlight:
-    """One batch of a wave, from submission to landing."""
+    """One batch of a wave, from submission to landing. places: of its parts in the wave, ascending."""
 
-    __slots__ = ("_index", "wave")
+    __slots__ = ("_places", "wave")
 
-    def __init__(self, wave: Wave, index: int) -> None:
+    def __init__(self, wave: Wave, places: Sequence[int]) -> None:
         self.wave = wave
-        self._index = index
+        self._places = places
+
+    def part(self, nth: int) -> "CudaFlight":
+        """The flight of one part of a series."""
+        return CudaFlight(self.wave, self._places[nth : nth + 1])
 
     @property
     def done(self) -> bool:
@@ -177,7 +181,8 @@ class CudaFlight:
     @property
     def error(self) -> BaseException | None:
         """Why it failed, once it has ended."""
-        return self.wave.error or self.wave.refused.get(self._index)
+        refused = self.wave.refused
+        return self.wave.error or next((refused[place] for place in self._places if place in refused), None)
 
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded."""
@@ -191,8 +196,8 @@ class CudaFlight:
 
     @property
     def number(self) -> int:
-        """What the lane's tally comes to with it. Only once the wave is queued."""
-        return self.wave.number(self._index)
+        """What the lane's tally comes to with the last of it. Only once the wave is queued."""
+        return self.wave.number(self._places[-1])
 
     @property
     def moved(self) -> bool:
@@ -215,8 +220,9 @@ class CudaFlight:
 
     @property
     def refusal(self) -> int:
-        """The error code with which the device refused it; 0 = none so far."""
-        return int(self.wave.errors[self._index])
+        """The first error code with which the device refused some of it; 0 = none so far."""
+        errors = self.wave.errors
+        return next((code for place in self._places if (code := int(errors[place]))), 0)
 
     def hold(self, stream: Callable[[], int], driver: Driver) -> None:
         """Have the stream that `stream` names wait for it, if it has not moved yet.

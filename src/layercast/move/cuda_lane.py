@@ -22,7 +22,7 @@ from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
-from layercast.plan.pieces import Pieces
+from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
 
@@ -134,8 +134,9 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    def way(self, pieces: Sequence[Pieces]) -> Way:
-        """How these batches are to move; the first pieces of the first that has any stand for all."""
+    def way(self, batches: Sequence[Series]) -> Way:
+        """How these are to move; the first pieces of the first that has any stand for all."""
+        pieces = [msgspec.structs.replace(batch.pieces, shift=batch.shifts[0]) for batch in batches]
         kernel, sample = bool(self.staging.tables), next((part for part in pieces if len(part)), Pieces.join([]))
         sample = sample.take(slice(SAMPLE)) if len(sample) > SAMPLE else sample
         if surely_engine(sample, self.costs, kernel=kernel):
@@ -151,7 +152,7 @@ class Lane:
         fits = way is Way.KERNEL or longest <= self.staging.slot_bytes
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
         fits &= 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        return way if fits and all(map(aligned, shared)) and not _odd(pieces) else Way.ENGINE
+        return way if fits and all(map(aligned, shared)) and not any(map(_odd, batches)) else Way.ENGINE
 
     def start(self, program: Program, way: Way) -> int:
         """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
@@ -182,17 +183,17 @@ class Lane:
         gathers = way is Way.STAGED and self.direction is Direction.DOWN
         program.hold_until(self.spread if gathers else self.copy, address)
 
-    def move(self, program: Program, batches: Sequence[Pieces], way: Way, number: int, *, pinned: bool) -> int:
-        """Add batches and count them as `number` and those after it; the stream behind which they are complete.
+    def move(self, program: Program, series: Series, parts: range, way: Way, number: int, *, pinned: bool) -> int:
+        """Add parts of a series and count them as `number` and those after it; the stream behind which they are there.
 
-        batches: several only where they share their arrays. pinned: the device reaches both sides.
+        pinned: the device reaches both sides.
         """
         if way is Way.ENGINE:
             batched = pinned and self.driver.batches
-            program.copies(batches, self.copy, batched=batched, tally=self.tally.address, number=number)
+            program.copies(series, parts, self.copy, batched=batched, tally=self.tally.address, number=number)
             return self.copy
         stream = self._last(way)
-        for nth, rows in enumerate(self._moves(program, batches, way)):
+        for nth, rows in enumerate(self._moves(program, series, parts, way)):
             owner = program.owner
             rows()
             program.owner = EVERYBODYS
@@ -219,28 +220,30 @@ class Lane:
             one = np.ones(1, np.int64)
             upload = Pieces.plain(one * tables.host, one * tables.device, one * tables.used)
             program.pace = 0  # marks ascend on one stream alone
-            program.copies([upload], self.spread if way is Way.STAGED else self.copy, batched=False)
+            reads = self.spread if way is Way.STAGED else self.copy
+            program.copies(Series(upload), range(1), reads, batched=False)
             program.rows += first
         program.record(self._tail, stream)
 
-    def _moves(self, program: Program, batches: Sequence[Pieces], way: Way) -> list[Callable[[], None]]:
-        """For each of the batches, which share their arrays, what adds the rows that move it by the kernel."""
+    def _moves(self, program: Program, series: Series, chosen: range, way: Way) -> list[Callable[[], None]]:
+        """For each part what adds the rows that move it by the kernel."""
         assert self._tables is not None
         assert self.kernel is not None
         tables, kernel, up = self._tables, self.kernel, self.direction is Direction.UP
-        if not len(batches[0]):  # only counted, on the stream that counts the others
-            return [lambda: None] * len(batches)
-        parts = tables.parts.get(same := arrays_of(batches[0]))
+        pieces, count = series.pieces, len(chosen)
+        if not len(pieces):  # only counted, on the stream that counts the others
+            return [lambda: None] * count
+        parts = tables.parts.get(same := arrays_of(pieces))
         if parts is None:
-            parts = tables.parts[same] = self._parts(tables, batches[0], way)
+            parts = tables.parts[same] = self._parts(tables, pieces, way)
         staged = way is Way.STAGED
-        slots = [self.staging.slot() for _ in range(len(batches) * len(parts))] if staged else []
-        ends = np.repeat(np.array([batch.shift for batch in batches], np.int64), len(parts), axis=0)
+        slots = [self.staging.slot() for _ in range(count * len(parts))] if staged else []
+        ends = np.repeat(np.array(series.shifts, np.int64)[chosen.start : chosen.stop], len(parts), axis=0)
         long = ends.copy()
         if staged:
             places = np.array([slot.address for slot in slots], np.int64)
             ends[:, 0 if up else 1] = long[:, 1 if up else 0] = places
-        parameters = program.parameters(kernel.values([part.table for part in parts] * len(batches), ends))
+        parameters = program.parameters(kernel.values([part.table for part in parts] * count, ends))
         shift, columns = program.hold(long), [program.columns(part.long) for part in parts] if staged else []
         grid, batched = STAGED_GRID if staged else GRID[self.direction], self.driver.batches
 
@@ -265,11 +268,11 @@ class Lane:
                     program.copies_of(columns[part], shift + 16 * nth, self.copy, batched=batched)
                     program.record(slots[nth].free, self.copy)
 
-        return [partial(rows, batch) for batch in range(len(batches))]
+        return [partial(rows, batch) for batch in range(count)]
 
     def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
         """Tables of what pieces are, apart from their shift; of staged ones in parts that fit a slot."""
-        rows = rows_of([_shifted(pieces, 0, 0)])
+        rows = rows_of([msgspec.structs.replace(pieces, shift=(0, 0))])
         if way is Way.KERNEL:
             return [Part(Pieces.join([]), tables.add(rows.source, rows.target, rows.length))]
         up, parts, first = self.direction is Direction.UP, list[Part](), 0
@@ -338,11 +341,6 @@ def arrays_of(pieces: Pieces) -> tuple[int, ...]:
     return id(pieces.sources), id(pieces.targets), id(pieces.length), id(pieces.count)
 
 
-def _shifted(pieces: Pieces, source: int, target: int) -> Pieces:
-    """The same arrays, otherwise shifted."""
-    return msgspec.structs.replace(pieces, shift=(source, target))
-
-
-def _odd(pieces: Sequence[Pieces]) -> bool:
-    """Whether one is shifted by what a kernel can't follow."""
-    return any((part.shift[0] | part.shift[1]) % WORD for part in pieces)
+def _odd(series: Series) -> bool:
+    """Whether a part is shifted by what a kernel can't follow."""
+    return any((source | target) % WORD for source, target in series.shifts)

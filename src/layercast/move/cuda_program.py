@@ -4,14 +4,13 @@ Rows are run in order by `cuda_issue`, in one call that needs no interpreter loc
 so it may be written before it is known where in a lane's queue it will stand. Does not know flights or layers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from layercast.plan.pieces import Pieces
+from layercast.plan.pieces import Pieces, Series
 
 Ints = npt.NDArray[np.int64]
 WIDTH = 16
@@ -40,6 +39,8 @@ class Program:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     held: dict[int, tuple[Ints, int]] = field(default_factory=dict)
     """By the id of an array that was handed in: what is kept, and its address."""
+    _series: dict[int, tuple[Series, tuple[int, ...], int]] = field(default_factory=dict)
+    """By their id: where their arrays and their shifts lie."""
     longest: int = 0
     """Pieces in the longest row of copies."""
     pace: int = 0
@@ -49,15 +50,20 @@ class Program:
         """The rows as an int64 array [rows, WIDTH]."""
         return np.array(self.rows, np.int64).reshape(-1, WIDTH)
 
-    def copies(self, batches: Sequence[Pieces], stream: int, *, batched: bool, tally: int = 0, number: int = 0) -> None:
-        """Batches that share all their arrays, in calls of many where the driver can (`batched`).
+    def copies(
+        self, series: Series, parts: range, stream: int, *, batched: bool, tally: int = 0, number: int = 0
+    ) -> None:
+        """Neighbouring parts of a series, in calls of many where the driver can (`batched`).
 
-        The owners are `owner` and those after it. tally: where the stream counts the first batch as `number`, the next
+        The owners are `owner` and those after it. tally: where the stream counts the first part as `number`, the next
         one as one more, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
-        shifts = self.hold(np.array([batch.shift for batch in batches], np.int64))
-        self._add(Op.COPIES, *self.columns(batches[0]), stream, batched, shifts, len(batches), tally, number, self.pace)
+        if id(series) not in self._series:
+            self._series[id(series)] = series, self.columns(series.pieces), self.hold(np.array(series.shifts, np.int64))
+        _, columns, shifts = self._series[id(series)]
+        at, count = shifts + 16 * parts.start, len(parts)
+        self._add(Op.COPIES, *columns, stream, batched, at, count, tally, number, self.pace)
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
         """Where the arrays of pieces lie, and how many pieces there are."""

@@ -4,6 +4,7 @@ Does not know requests, deadlines or devices.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,10 +12,11 @@ from layercast.errors import Refused
 from layercast.plan.pieces import CopyPlan, Ints, Pieces
 
 
-def windows_of(layers: Sequence[int], window: int) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=64)
+def windows_of(layers: tuple[int, ...], window: int) -> tuple[tuple[int, ...], ...]:
     """Consecutive layers in windows of that many; 0 = all in one (bulk)."""
     step = window or max(1, len(layers))
-    return [tuple(layers[at : at + step]) for at in range(0, len(layers), step)]
+    return tuple(layers[at : at + step] for at in range(0, len(layers), step))
 
 
 def batches_of(plan: CopyPlan, layers: Sequence[int], max_blocks: int = 0, max_bytes: int = 0) -> list[Pieces]:

@@ -8,8 +8,9 @@ blocks in the order in which they were freed, which is often last first.
 Does not know devices, gates or requests.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import BadBlocks, LayoutMismatch
+from layercast.plan.columns import Columns, columns_of, merged_columns, shifts_of
 from layercast.plan.segments import matched_segments
 from layercast.spec.groups import Group
 
@@ -58,11 +60,6 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
         """Bytes that all pieces copy."""
         return int(np.dot(self.length, self.count))
 
-    def shares(self, other: "Pieces") -> bool:
-        """Whether the other's arrays are these very ones, so that the two differ in their shift alone."""
-        sides = self.sources is other.sources and self.targets is other.targets
-        return sides and self.length is other.length and self.count is other.count
-
     @property
     def size(self) -> tuple[int, int]:
         """(bytes, copies) of all pieces."""
@@ -94,22 +91,28 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
         return Pieces(source, target, length, count, source_stride, target_stride)
 
 
+class Series(msgspec.Struct, frozen=True, eq=False):
+    """The same pieces at several places, as in layers that are alike but for where they lie: a part for each place.
+
+    shifts: bytes to add to the addresses of each part, on the source and on the target. turns: ascending; of several
+    series those parts move first whose turns are lowest.
+    """
+
+    pieces: Pieces
+    shifts: tuple[tuple[int, int], ...] = ((0, 0),)
+    turns: tuple[int, ...] = (0,)
+
+    @property
+    def parts(self) -> list[Pieces]:
+        """Each by itself."""
+        return [msgspec.structs.replace(self.pieces, shift=shift) for shift in self.shifts]
+
+
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
 """What there is one of for each piece."""
 _UNMOVED = (0, 0)
 _NONE = np.zeros(0, np.int64)
 _NOTHING = Pieces(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Byte ranges of one block that move, as absolute addresses for block 0, with both block strides."""
-
-    source: Ints
-    target: Ints
-    length: Ints
-    source_stride: Ints
-    target_stride: Ints
 
 
 class DigestRanges(msgspec.Struct, frozen=True, eq=False):
@@ -148,12 +151,17 @@ class BlockRuns:
         return len(self.pairs[0])
 
 
-class Window(NamedTuple):
-    """What a route moves of a window: its layers, their columns, and how far they lie from these on both sides."""
+class Alike(NamedTuple):
+    """Windows that a route moves alike: their layers, their columns, and how far they lie from these on both sides."""
 
-    layers: tuple[int, ...]
+    windows: tuple[tuple[int, ...], ...]
     columns: Columns
-    shift: tuple[int, int]
+    shifts: tuple[tuple[int, int], ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of all windows."""
+        return tuple(chain.from_iterable(self.windows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +194,22 @@ class CopyPlan:
 
     def sized(self, window: Sequence[int]) -> tuple[tuple[int, ...], Pieces, tuple[int, int]]:
         """(its layers of a window, their pieces, (bytes, copies) of these). Windows that are alike share arrays."""
-        layers, columns, shift = self.route.window(tuple(window))
+        ((layers,), columns, (shift,)) = self.route.window(tuple(window))
+        pieces, size = self._spread_over(columns)
+        return layers, msgspec.structs.replace(pieces, shift=shift), size
+
+    def series(self, windows: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Alike, Series, tuple[int, int]]]:
+        """Each kind of windows in which it moves anything, their pieces, and (bytes, copies) of these."""
+        for alike in self.route.alike(windows):
+            pieces, (nbytes, copies) = self._spread_over(alike.columns)
+            count, turns = len(alike.windows), tuple([window[0] for window in alike.windows])
+            yield alike, Series(pieces, alike.shifts, turns), (count * nbytes, count * copies)
+
+    def _spread_over(self, columns: Columns) -> tuple[Pieces, tuple[int, int]]:
         if (found := self._spread.get(id(columns))) is None:
             pieces = _spread(columns, self.runs)
             found = self._spread[id(columns)] = pieces, pieces.size
-        pieces, size = found
-        return layers, msgspec.structs.replace(pieces, shift=shift), size
+        return found
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
@@ -206,7 +224,7 @@ class CopyPlan:
 
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
-        _, columns, shift = self.route.window((layer,))
+        _, columns, (shift,) = self.route.window((layer,))
         if (found := self._hashed.get((id(columns), read, order))) is None:
             found = self._hashed[id(columns), read, order] = self._digest_ranges(columns, read, order)
         return DigestRanges(found.addresses, found.length, shift[0 if read == "source" else 1])
@@ -247,26 +265,39 @@ class Route:
     target_blocks: int
     columns: dict[int, Columns]
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _windows: dict[tuple[int, ...], Window] = field(default_factory=dict, compare=False, repr=False)
+    _windows: dict[tuple[int, ...], Alike] = field(default_factory=dict, compare=False, repr=False)
+    _kinds: dict[tuple[tuple[int, ...], ...], list[Alike]] = field(default_factory=dict, compare=False, repr=False)
     _alike: dict[tuple[object, ...], tuple[Columns, int]] = field(default_factory=dict, compare=False, repr=False)
     """By how far the layers of a window lie from its first: the first such window's columns, and its first layer."""
 
-    def window(self, layers: tuple[int, ...]) -> Window:
+    def alike(self, windows: tuple[tuple[int, ...], ...]) -> list[Alike]:
+        """What it moves of these windows, the ones that are alike together."""
+        if (found := self._kinds.get(windows)) is None:
+            kinds: dict[int, list[Alike]] = {}
+            for ours in filter(lambda ours: ours.windows[0], map(self.window, windows)):
+                kinds.setdefault(id(ours.columns), []).append(ours)
+            found = self._kinds[windows] = [
+                Alike(tuple(one.windows[0] for one in kind), kind[0].columns, tuple(one.shifts[0] for one in kind))
+                for kind in kinds.values()
+            ]
+        return found
+
+    def window(self, layers: tuple[int, ...]) -> Alike:
         """What it moves of these layers. Windows that are alike share their columns."""
         if (found := self._windows.get(layers)) is None:
             found = self._windows[layers] = self._window(layers)
         return found
 
-    def _window(self, layers: tuple[int, ...]) -> Window:
+    def _window(self, layers: tuple[int, ...]) -> Alike:
         layers = tuple(layer for layer in layers if layer in self.columns)
         chosen, shifts = [self.columns[layer] for layer in layers], self.shifts
         columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
         if not shifts or not layers:
-            return Window(layers, columns, _UNMOVED)
+            return Alike((layers,), columns, (_UNMOVED,))
         source, target = shifts[layers[0]]
         apart = tuple((shifts[layer][0] - source, shifts[layer][1] - target) for layer in layers)
         columns, first = self._alike.setdefault(apart, (columns, layers[0]))
-        return Window(layers, columns, (source - shifts[first][0], target - shifts[first][1]))
+        return Alike((layers,), columns, ((source - shifts[first][0], target - shifts[first][1]),))
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
@@ -316,49 +347,6 @@ def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
         from_, to, length = matched_segments(mine, other)
         parts.append(columns_of(mine.base + from_, other.base + to, length, mine.block_stride, other.block_stride))
     return merged_columns(parts)
-
-
-def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, target_stride: int) -> Columns:
-    """Columns whose ranges share one pair of block strides."""
-    return Columns(source, target, length, np.full_like(length, source_stride), np.full_like(length, target_stride))
-
-
-def shifts_of(columns: Mapping[int, Columns]) -> dict[int, tuple[int, int]]:
-    """For each layer how far all its columns lie from those of the first; nothing where that is not one distance."""
-    shifts: dict[int, tuple[int, int]] = {}
-    first = next(iter(columns.values()), None)
-    for layer, mine in columns.items():
-        assert first is not None
-        alike = all(np.array_equal(getattr(mine, name), getattr(first, name)) for name in _SHAPE)
-        if not alike or not len(mine.length):
-            return {}
-        source, target = np.unique(mine.source - first.source), np.unique(mine.target - first.target)
-        if len(source) != 1 or len(target) != 1:
-            return {}
-        shifts[layer] = (int(source[0]), int(target[0]))
-    return shifts
-
-
-_SHAPE = ("length", "source_stride", "target_stride")
-
-
-def merged_columns(parts: Sequence[Columns]) -> Columns:
-    """All ranges of several column lists, joined where they touch on both sides and step alike."""
-    if not parts:
-        return Columns(*(np.zeros(0, np.int64) for _ in Columns.__slots__))
-    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in Columns.__slots__]
-    order = np.argsort(joined[0], kind="stable")
-    source, target, length, source_stride, target_stride = (array[order] for array in joined)
-    touches = (
-        (source[:-1] + length[:-1] == source[1:])
-        & (target[:-1] + length[:-1] == target[1:])
-        & (source_stride[:-1] == source_stride[1:])
-        & (target_stride[:-1] == target_stride[1:])
-    )
-    first = np.concatenate([[True], ~touches])
-    heads = np.flatnonzero(first)
-    lengths = np.add.reduceat(length, heads)
-    return Columns(source[heads], target[heads], lengths, source_stride[heads], target_stride[heads])
 
 
 def _runs(source: Ints, target: Ints) -> BlockRuns:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from layercast.errors import LayoutMismatch, WholeBlocksOnly
-from layercast.plan.pieces import Columns, Route, columns_of, merged_columns
+from layercast.plan.columns import Columns, columns_of, merged_columns
+from layercast.plan.pieces import Route
 from layercast.plan.segments import Cuts, matched_segments
 from layercast.spec.groups import Group
 from layercast.spec.planes import HEAD, Plane, PlaneKind

@@ -1,0 +1,56 @@
+"""What one submission orders of a device: its batches, what they wait for, and in which order their parts move.
+
+Does not know streams, programs or ways.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from layercast.move.base import Flight
+from layercast.move.cuda_lane import arrays_of
+from layercast.plan.pieces import Series
+
+
+class Run(NamedTuple):
+    """Parts of a batch that lie side by side in a wave, from `place` on."""
+
+    batch: int
+    parts: range
+    place: int
+
+
+class Orders(NamedTuple):
+    """The batches of a wave: what moves, behind which flights, and what a captured forward has to do with it."""
+
+    batches: Sequence[Series]
+    after: Sequence[Sequence[Flight]]
+    flags: Sequence[int]
+    """Addresses of 32-bit words to set behind them; 0 = none."""
+    behind: Sequence[int]
+    """Addresses of words that they wait for; 0 = none."""
+
+    def runs(self) -> list[Run]:
+        """All parts in the order in which they move."""
+        if len(self.batches) == 1:
+            return [Run(0, range(len(self.batches[0].shifts)), 0)]
+        turns = enumerate(series.turns for series in self.batches)
+        order = sorted((turn, batch, nth) for batch, ours in turns for nth, turn in enumerate(ours))
+        return [Run(batch, range(nth, nth + 1), place) for place, (_, batch, nth) in enumerate(order)]
+
+    def places(self, runs: Sequence[Run]) -> list[list[int]]:
+        """Where in the wave the parts of each batch stand."""
+        places: list[list[int]] = [[] for _ in self.batches]
+        for batch, parts, place in runs:
+            places[batch] += range(place, place + len(parts))
+        return places
+
+    def growing(self, runs: Sequence[Run]) -> list[Sequence[Run]]:
+        """The first part and the others, written while it moves; in growing parts where each has its table."""
+        (batch, parts, place), *others = runs
+        rest = [Run(batch, parts[1:], place + 1)] if len(parts) > 1 else []
+        runs = [Run(batch, parts[:1], place), *rest, *others]
+        if len({arrays_of(self.batches[run.batch].pieces) for run in runs}) == 1:
+            return [some for some in (runs[:1], runs[1:]) if some]
+        ends = [1, *(4**nth for nth in range(1, len(runs).bit_length() // 2 + 2))]
+        return [runs[first:last] for first, last in pairwise([0, *ends]) if first < len(runs)]
