@@ -74,6 +74,15 @@ def test_a_look_up_hashes_no_key_behind_the_first_absent_one_but_for_what_comes_
     assert [len(chain.known) for chain in chains] == [16, 3]
 
 
+def test_a_look_up_hashes_one_key_behind_what_was_remembered_and_is_there():
+    names = Names(SPECS[:1], IDENTITIES[:1])
+    (told,) = names.of(None, PROMPT[:20], 20)
+    told.upto(10)
+    (chain,) = names.of(None, PROMPT, 40)
+    assert chain.until(set(told.known).__contains__) == 10
+    assert len(chain.known) == 11
+
+
 def test_what_cant_be_named_is_an_error_when_it_is_asked_for():
     (chain,) = Names(SPECS[:1], IDENTITIES[:1]).of("r", [1, 2, 3, -1], 4)
     assert len(chain.upto(1)) == 1

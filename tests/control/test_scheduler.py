@@ -162,11 +162,11 @@ def test_who_asks_for_another_prompt_waits_for_no_names():
 
 def test_many_blocks_that_the_pool_has_for_a_part_are_saved_for_the_rest():
     side = side_of(100)
-    part = LONG[: 20 * BLOCK]
+    part = LONG[: AT_ONCE // 2 * BLOCK]
     side.settle(saved(saving(side, "part", part)))
     (pairs,) = (order := saving(side, "all")).pairs
-    assert len(pairs.slots) == AT_ONCE + 2 - 20
-    assert pairs.blocks == tuple(range(21, AT_ONCE + 3))
+    assert len(pairs.slots) == AT_ONCE + 2 - AT_ONCE // 2
+    assert pairs.blocks == tuple(range(AT_ONCE // 2 + 1, AT_ONCE + 3))
     side.settle(saved(order))
     assert side.match([*LONG, 0]).tokens == len(LONG)
     assert side.directory.room() == (100,)

@@ -18,7 +18,7 @@ from layercast.spec.keys import ExtrasOf, Identity, extras_for, keys_of, token_b
 
 RENEWED = " renewed "
 GROWTH = 4
-"""Where key by key is looked up, how many times more are hashed each time."""
+"""Where key by key is looked up, how many times as many are hashed each time."""
 LEAST_SAID, MOST_SAID = 4, 1 << 17
 """Blocks of a run that is remembered, and of all that are: some 20 MiB where a block has 16 tokens."""
 
@@ -126,13 +126,15 @@ class Chain(Sequence[bytes]):
 
     def until(self, there: Callable[[bytes], bool], first: int = 0) -> int:
         """The index of the first key from `first` on that is not there. Hashes little more than it needs."""
-        at = first
+        at = start = first
         while at < self._blocks:
-            known = self.upto(at + 1)
+            end = min(self._blocks, at + max(1, (GROWTH - 1) * (at - start)))
+            known = self.upto(end)
+            if len(known) > end:  # that far it was remembered; what follows may be nobody's
+                start = len(known)
             at += len(list(takewhile(there, known[at:])))
             if at < len(known):
                 break
-            self.upto(min(self._blocks, GROWTH * at))
         return min(at, self._blocks)
 
 

@@ -35,7 +35,7 @@ from layercast.plan.prefix import Usable, usable_prefix
 from layercast.spec.groups import GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity
 
-AT_ONCE = 32
+AT_ONCE = 8
 """Most blocks that are named by the order that saves them; the names of more are hashed while the device computes."""
 
 
@@ -277,6 +277,8 @@ class SchedulerSide:
 
         like: keys to be looked for: what begins with another key can wait. Raises NotCacheable if they have no names.
         """
+        if not self._unnamed:
+            return
         first, waiting, self._unnamed = self._names.first(like), self._unnamed, []
         for reservation, chains in waiting:
             if like and self._names.first(chains) != first:
