@@ -36,7 +36,7 @@ class TestCpuMover(MoverLaws):
     def test_a_series_moves_part_by_part_in_one_flight(self, mover):
         source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
         at, to = source.ctypes.data, target.ctypes.data
-        (flight,) = mover.submit_all([Series(pieces_of((at, to, 4), (at + 8, to + 4, 4)), ((0, 8), (16, 0)))])
+        (flight,) = mover.submit_all([Series(pieces_of((at, to, 4), (at + 8, to + 4, 4)), np.array([(0, 8), (16, 0)]))])
         flight.part(1).wait(SOON_S)
         assert target[:16].tolist() == [*range(16, 20), *range(24, 28), *range(4), *range(8, 12)]
 

@@ -19,7 +19,9 @@ from layercast.move.cuda_gates import CudaGate, FlagGate
 from layercast.move.cuda_issue import TALLY_BYTES, plain_issue
 from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
+from layercast.move.gates import CpuGate
 from layercast.move.words import words_at
+from layercast.plan.pieces import Series
 from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
@@ -66,6 +68,40 @@ def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, move
     assert gate.wait(0, SOON_S) == 0
     timer.join()
     assert ("hold", 99, word.ctypes.data, flight.number, 0) in device.log
+
+
+def test_a_layer_waits_for_its_part_of_what_was_under_way_and_for_what_came_later(device, mover, batch):
+    gate = CudaGate(device, lambda: 99)
+    word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
+    (series,) = mover.submit_all([Series(batch, np.zeros((2, 2), np.int64), (0, 1))])
+    late = mover.submit(batch)
+    late.wait(SOON_S)
+    for flight in (series, late):
+        flight.wave._done = False  # as if the host had not learned of it yet
+    word[0] = -1
+    gate.arm_behind({1: 1}, [({0: 0, 1: 1}, series)])
+    with pytest.raises(DeadlineExceeded):
+        gate.wait(1, BRIEF_S)
+    gate.open(1, late)
+    held = []
+    gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told[-1]))
+    for layer, wanted in (0, [series.part(0)]), (1, [series.part(1), late]), (2, []):
+        gate.wait(layer, SOON_S)
+        assert sorted(held) == [flight.number for flight in wanted]
+        held.clear()
+    gate.reset()
+    gate.wait(1, SOON_S)
+    assert not held
+
+
+@pytest.mark.parametrize("make", [CpuGate, lambda: CudaGate(HostDevice(), lambda: 1)])
+def test_gates_that_are_armed_behind_flights_of_the_host_open_as_these_end(make):
+    gate, flight = make(), HostFlight()
+    gate.arm_behind({}, [({0: 0, 1: 1}, flight)])
+    with pytest.raises(DeadlineExceeded):
+        gate.wait(1, BRIEF_S)
+    flight.land()
+    assert gate.wait(0, SOON_S) == gate.wait(1, SOON_S) == 0
 
 
 def test_nothing_waits_for_a_copy_that_has_moved(device, mover, batch):

@@ -235,7 +235,7 @@ def series_in(memory, blocks, turns, size=64):
     source, target = memory.alloc(step * parts), memory.alloc(step * parts)
     memory.write(source, data := os.urandom(step * parts))
     rows = pieces_of(*((source + size * 2 * i, target + size * (2 * (blocks - i) - 1), size) for i in range(blocks)))
-    series = Series(rows, tuple((step * n, step * (parts - 1 - n)) for n in range(parts)), turns)
+    series = Series(rows, np.array([(step * n, step * (parts - 1 - n)) for n in range(parts)]), turns)
     ends = [target + step * (parts - 1 - n) + size for n in range(parts)]
     return series, ends, [data[step * n + size * 2 * (blocks - 1) :][:size] for n in range(parts)]
 

@@ -81,8 +81,8 @@ def test_the_parts_of_a_plans_series_are_its_windows_each_once(case, size):
     found = {}
     for alike, series, (nbytes, copied) in plan.series((*windows, (max(LAYERS) + 1,))):
         assert list(series.turns) == sorted(window[0] for window in alike.windows)
-        assert (nbytes, copied) == tuple(map(sum, zip(*(part.size for part in series.parts), strict=True)))
-        found.update(zip(alike.windows, series.parts, strict=True))
+        assert (nbytes, copied) == tuple(map(sum, zip(*(part.size for part in series), strict=True)))
+        found.update(zip(alike.windows, series, strict=True))
     assert sorted(found) == list(windows)
     for window, part in found.items():
         assert all(np.array_equal(getattr(part, name), getattr(plan.window(window), name)) for name in COLUMNS)

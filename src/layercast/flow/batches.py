@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from layercast.config import Config
-from layercast.flow.issue import Batch, Hashed, Run
+from layercast.flow.issue import Batch
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
 from layercast.flow.runs import Kept, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
@@ -123,20 +125,9 @@ class Ways:
             for group, plan in plans:
                 slots = plan.pairs()[0]
                 run.kept[group] = Kept(slots, self.rows[group], self.slab.digests[group].take(slots, axis=1))
-        hashed = [self._hashed(plan, "target", "source") for _, plan in plans]
         windows = windows_of(self.layers, order.window)
-        if whole and not self.limits:
-            return [
-                Batch(run, run.id, alike.layers, series, ranges, after, size, group, alike.windows)
-                for (group, plan), ranges in zip(plans, hashed, strict=True)
-                for alike, series, size in plan.series(windows)
-            ]
-        return [
-            batch
-            for window in windows
-            for (group, plan), ranges in zip(plans, hashed, strict=True)
-            for batch in self._batches(run, run.id, group, plan, window, ranges, after)
-        ]
+        cuts = [windows] if whole and not self.limits else [(window,) for window in windows]
+        return self._batches(run, plans, ("target", "source"), [(cut, after) for cut in cuts])
 
     def save_batches(self, save: SaveRun, written: Sequence[tuple[Sequence[int], Flight]]) -> list[Batch]:
         """The copies of a step's saves in the windows that have been written, each ordered behind its flight.
@@ -144,35 +135,32 @@ class Ways:
         Raises BadBlocks for ids that can't be.
         """
         save.plans = save.plans or self.save_plans(save.orders)
-        hashed = [self._hashed(plan, "source", "target") for plan in save.plans.values()]
-        return [
-            batch
-            for window, mark in written
-            for (group, plan), ranges in zip(save.plans.items(), hashed, strict=True)
-            for batch in self._batches(save, save.id, group, plan, window, ranges, (mark,))
-        ]
-
-    def _hashed(self, plan: CopyPlan, read: Side, slab: Side) -> Hashed | None:
-        return partial(plan.digest_ranges, read=read, order=slab) if self.verify else None
+        cuts = [((tuple(window),), (mark,)) for window, mark in written]
+        return self._batches(save, [*save.plans.items()], ("source", "target"), cuts)
 
     def _batches(
         self,
-        run: Run,
-        owner: str,
-        group: int,
-        plan: CopyPlan,
-        window: Sequence[int],
-        hashed: Hashed | None,
-        after: tuple[Flight, ...],
+        run: LoadRun | SaveRun,
+        plans: Sequence[tuple[int, CopyPlan]],
+        hashed: tuple[Side, Side],
+        cuts: Sequence[tuple[tuple[tuple[int, ...], ...], tuple[Flight, ...]]],
     ) -> list[Batch]:
-        """What a plan moves of a window, within the limits. The last batch is hashed, since movers keep order."""
-        layers, pieces, size = plan.sized(window)
-        if not layers:
-            return []
-        if not self.limits:
-            return [Batch(run, owner, layers, pieces, hashed, after, size, group)]
-        *first, last = batches_of(plan, layers, *self.limits)
-        return [
-            Batch(run, owner, layers, part, ranges, after, part.size, group)
-            for part, ranges in [*((part, None) for part in first), (last, hashed)]
-        ]
+        """What plans move of each cut, which is some windows and what they wait for; several windows as series.
+
+        hashed: which side is read, and which is the slab's. Of what the limits cut up the last batch is hashed, since
+        movers keep order.
+        """
+        batches, (read, slab) = list[Batch](), hashed
+        for windows, after in cuts:
+            for group, plan in plans:
+                ranges = partial(plan.digest_ranges, read=read, order=slab) if self.verify else None
+                for (_, _, _, part_of, _), series, size in plan.series(windows):
+                    pieces = series if len(windows) > 1 else series[0]
+                    layers = tuple(part_of)
+                    batch = Batch(run, run.id, layers, pieces, ranges, after, size, group, part_of)
+                    if self.limits:
+                        *first, last = batches_of(plan, layers, *self.limits)
+                        batches += [replace(batch, pieces=part, hashed=None, size=part.size) for part in first]
+                        batch = replace(batch, pieces=last, size=last.size)
+                    batches.append(batch)
+        return batches

@@ -4,7 +4,8 @@ Does not know movers, requests or keys.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from layercast.flow.issue import Batch, Sent
 from layercast.flow.runs import LoadRun
@@ -21,8 +22,7 @@ class Gatekeeper:
         self._lock = threading.Lock()
         self._live: set[LoadRun] = set()
         self._due: dict[Batch, Flight | None] = {}
-        """What the gates are closed for."""
-        self._flights: dict[Batch, Flight] = {}
+        """What the gates are closed for; its flights, as far as they count."""
 
     def arm(self, runs: Iterable[LoadRun]) -> None:
         """Close the gates of every layer that these loads move."""
@@ -33,9 +33,11 @@ class Gatekeeper:
     def opened(self, sent: Iterable[Sent]) -> None:
         """Batches are under way: their layers' gates will count their ends."""
         with self._lock:
-            fresh = {one.batch: one.flight for one in sent if one.batch in self._due and one.batch not in self._flights}
-            self._flights |= fresh
-            self._pass(fresh)
+            fresh = {batch: flight for batch, flight, _ in sent if batch in self._due and self._due[batch] is None}
+            self._due |= fresh
+            passed = [(layer, flight.part(nth)) for one, flight in fresh.items() for layer, nth in one.parts.items()]
+            if passed:
+                self.gate.open_all(passed)
 
     def skip(self, batches: Sequence[Batch]) -> None:
         """Batches that will never be submitted count as ended."""
@@ -46,7 +48,7 @@ class Gatekeeper:
     def release(self) -> None:
         """The step is over: nothing waits any more."""
         with self._lock:
-            self._live, self._due, self._flights = set(), {}, {}
+            self._live, self._due = set(), {}
             self.gate.reset()
 
     def give_up(self, layer: int) -> list[LoadRun]:
@@ -59,26 +61,10 @@ class Gatekeeper:
 
     def _rearm(self) -> None:
         """Close the gates for exactly what the live loads still miss; what is not under way yet comes by `opened`."""
-        known, self._due, self._flights, missing = self._flights, {}, {}, dict[int, int]()
+        known, self._due = self._due, {}
         for run in self._live:
-            self._due |= run.left()
-        for batch, flight in self._due.items():
-            if (flight := known.get(batch, flight)) is not None:
-                self._flights[batch] = flight
-            for layer in batch.layers:
-                missing[layer] = missing.get(layer, 0) + 1
+            self._due |= {batch: known.get(batch) or flight for batch, flight in run.left().items()}
         self.gate.reset()
-        self.gate.arm(missing)
-        self._pass(self._flights)
-
-    def _pass(self, flights: Mapping[Batch, Flight]) -> None:
-        if flights:
-            self.gate.open_all([passed for batch, flight in flights.items() for passed in _by_layer(batch, flight)])
-
-
-def _by_layer(batch: Batch, flight: Flight) -> list[tuple[int, Flight]]:
-    """For each layer the flight of what brings it."""
-    if not batch.windows:
-        return [(layer, flight) for layer in batch.layers]
-    parts = [(window, flight.part(nth)) for nth, window in enumerate(batch.windows)]
-    return [(layer, part) for window, part in parts for layer in window]
+        queued = Counter(layer for batch, flight in self._due.items() if flight is None for layer in batch.layers)
+        under_way = [(batch.parts, flight) for batch, flight in self._due.items() if flight is not None]
+        self.gate.arm_behind(queued, under_way)

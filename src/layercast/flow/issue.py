@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -56,8 +56,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     """One submission: pieces, then digests of what they moved.
 
     hashed: what the digest of each layer covers; None = there are none.
-    layers: what it brings nearer to complete; its first is the layer that waits for it. windows: for each part of a
-    series those of the layers that it brings.
+    layers: what it brings nearer to complete; its first is the layer that waits for it. part_of: for each layer the
+    part of a series that brings it.
     size: (bytes, copies) of its pieces. group: whose blocks it moves, by its index in the layout.
     """
 
@@ -69,7 +69,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     after: tuple[Flight, ...] = ()
     size: tuple[int, int] = (0, 0)
     group: int = 0
-    windows: tuple[tuple[int, ...], ...] = ()
+    part_of: Mapping[int, int] = {}
+
+    @property
+    def parts(self) -> Mapping[int, int]:
+        """For each layer the part that brings it."""
+        return self.part_of or dict.fromkeys(self.layers, 0)
 
 
 class Sent(NamedTuple):
@@ -270,8 +275,6 @@ def _first_layer(batch: Batch) -> int:
 
 
 def _by_run(sent: Sequence[Sent]) -> Iterable[tuple[Run, Sequence[Sent]]]:
-    if all(one.batch.run is sent[0].batch.run for one in sent):
-        return [(sent[0].batch.run, sent)]
     runs: dict[Run, list[Sent]] = {}
     for one in sent:
         runs.setdefault(one.batch.run, []).append(one)

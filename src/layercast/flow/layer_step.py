@@ -56,11 +56,11 @@ class LayerStep:
 
     def wait(self, layer: int) -> None:
         """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
-        timeline = self._timeline
-        if not self._loads and not timeline.on:
+        timeline, recording = self._timeline, self._timeline.on
+        if not self._loads and not recording:
             return
         self._waited.add(layer)
-        if timeline.on:
+        if recording:
             self._computed()
         try:
             blocked = self._worker.gates.gate.wait(layer, self._timeout_s)
@@ -72,7 +72,7 @@ class LayerStep:
             for run in self._loads:
                 if layer in run.layers:
                     run.clocking.waited(blocked)
-        if timeline.on:
+        if recording:
             now = time.monotonic()
             if blocked:
                 timeline.record(SpanKind.WAIT, layer, now - blocked, now)

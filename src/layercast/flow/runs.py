@@ -100,7 +100,7 @@ class LoadRun:
         """Take note of every batch that must end before the load has."""
         self._left = dict.fromkeys(batches)
         self._bytes = sum(batch.size[0] for batch in batches)
-        self.layers = frozenset(layer for batch in batches for layer in batch.layers)
+        self.layers = frozenset().union(*[batch.layers for batch in batches])
 
     @property
     def settled(self) -> bool:

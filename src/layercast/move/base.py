@@ -12,6 +12,7 @@ Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -97,7 +98,7 @@ class Mover(ABC):
 
     def _submitted(self, batch: Pieces | Series, after: Sequence[Flight], keep: Sequence[object]) -> Flight:
         try:
-            pieces = batch if isinstance(batch, Pieces) else Pieces.join(batch.parts)
+            pieces = batch if isinstance(batch, Pieces) else Pieces.join(list(batch))
             return self.submit(pieces, after=after, keep=keep)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
             failed = Landing()
@@ -185,6 +186,14 @@ class Gate(ABC):
 
         Raises BadTransition while a layer armed earlier is still closed.
         """
+
+    def arm_behind(self, flights: Mapping[int, int], under_way: Sequence[tuple[Mapping[int, int], Flight]]) -> None:
+        """`arm` with that many flights, and with some that are under way, which pass at once.
+
+        under_way: for each the part that counts against each layer, by layer. Raises BadTransition.
+        """
+        self.arm(Counter(flights) + Counter(layer for parts, _ in under_way for layer in parts))
+        self.open_all([(layer, flight.part(nth)) for parts, flight in under_way for layer, nth in parts.items()])
 
     @abstractmethod
     def open(self, layer: int, after: Flight) -> None:

@@ -122,7 +122,7 @@ class CudaMover(Mover):
         if not batches:
             return []
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        series = [batch if isinstance(batch, Series) else Series(batch, (batch.shift,)) for batch in batches]
+        series = [batch if isinstance(batch, Series) else Series(batch, np.array([batch.shift])) for batch in batches]
         orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
         self._driver.bind()
         return self._submit(self._arm(direction_of(self._driver, series)), orders, others, keep)

@@ -94,8 +94,9 @@ class Tally:
 
     def handed(self, number: int, timeout_s: float) -> bool:
         """Whether the device has been handed that many batches; waits up to `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = 0.0
         while not _reaches(int(self._handed[0]), number):
+            deadline = deadline or time.monotonic() + timeout_s
             if not self._bell.heard(deadline - time.monotonic()):
                 return False
         return True
@@ -197,14 +198,14 @@ class CudaFlight:
     @property
     def number(self) -> int:
         """What the lane's tally comes to with the last of it. Only once the wave is queued."""
-        return self.wave.number(self._places[-1])
+        return (self.wave.first + self._places[-1]) & _MOST
 
     @property
     def moved(self) -> bool:
         """Whether the device says that it is in place, or that it is over anyway. Never blocks."""
         return self.done or (self.wave.queued.is_set() and self.wave.tally.reached(self.number))
 
-    def handed(self, timeout_s: float) -> bool:
+    def handed(self, timeout_s: float = 0.0) -> bool:
         """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
         wave = self.wave
         if wave.issued.is_set() or wave.done:

@@ -29,6 +29,8 @@ class CudaGate(CpuGate):
         self._driver = driver
         self._current_stream = current_stream or torch_stream
         self._flights: dict[int, list[CudaFlight]] = {}
+        self._under_way: list[tuple[Mapping[int, int], CudaFlight]] = []
+        """What was under way as the gates were armed: for each the part that a layer waits for."""
 
     def arm(self, flights: Mapping[int, int]) -> None:
         """Close each layer's gate until a device has been handed that many flights, or they have ended.
@@ -37,10 +39,17 @@ class CudaGate(CpuGate):
         """
         with self._changed:
             closed = [layer for layer, ours in self._flights.items() if not _handed(ours)]
+            closed += [layer for parts, ours in self._under_way if not ours.handed() for layer in parts]
             if closed:
                 raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
             super().arm(flights)
-            self._flights = {}
+            self._flights, self._under_way = {}, []
+
+    def arm_behind(self, flights: Mapping[int, int], under_way: Sequence[tuple[Mapping[int, int], Flight]]) -> None:
+        """As `Gate` says; what a layer waits for of a device's flights is looked up when it waits."""
+        with self._changed:
+            super().arm_behind(flights, [(parts, one) for parts, one in under_way if not isinstance(one, CudaFlight)])
+            self._under_way = [(parts, one) for parts, one in under_way if isinstance(one, CudaFlight)]
 
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate. Returns at once."""
@@ -68,11 +77,11 @@ class CudaGate(CpuGate):
         """
         epoch, blocked = self._epoch, 0.0
         closed = layer in self._missing
-        flights = self._flights.get(layer, ())
+        flights = self._of(layer)
         if closed or not _handed(flights):
             start = time.monotonic()
             super().wait(layer, timeout_s)
-            flights = self._flights.get(layer, ())
+            flights = self._of(layer)
             for flight in flights:
                 self._sleep(flight, layer, epoch, start + timeout_s)
             blocked = time.monotonic() - start
@@ -84,8 +93,13 @@ class CudaGate(CpuGate):
     def reset(self) -> None:
         """Open every gate and forget what was armed; late flights of the old arming change nothing."""
         with self._changed:
-            self._flights = {}
+            self._flights, self._under_way = {}, []
             super().reset()
+
+    def _of(self, layer: int) -> list[CudaFlight]:
+        """What a layer waits for."""
+        parts = [flight.part(parts[layer]) for parts, flight in self._under_way if layer in parts]
+        return [*self._flights.get(layer, ()), *parts]
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
         while not flight.handed(max(0.0, min(deadline - time.monotonic(), _LOOK_AGAIN_S))) and epoch == self._epoch:
@@ -151,4 +165,4 @@ class FlagGate(Gate):
 
 
 def _handed(flights: Sequence[CudaFlight]) -> bool:
-    return all(flight.handed(0) for flight in flights)
+    return all(map(CudaFlight.handed, flights))

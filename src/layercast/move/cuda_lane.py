@@ -136,7 +136,7 @@ class Lane:
 
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
-        pieces = [msgspec.structs.replace(batch.pieces, shift=batch.shifts[0]) for batch in batches]
+        pieces = [batch[0] for batch in batches]
         kernel, sample = bool(self.staging.tables), next((part for part in pieces if len(part)), Pieces.join([]))
         sample = sample.take(slice(SAMPLE)) if len(sample) > SAMPLE else sample
         if surely_engine(sample, self.costs, kernel=kernel):
@@ -238,7 +238,7 @@ class Lane:
             parts = tables.parts[same] = self._parts(tables, pieces, way)
         staged = way is Way.STAGED
         slots = [self.staging.slot() for _ in range(count * len(parts))] if staged else []
-        ends = np.repeat(np.array(series.shifts, np.int64)[chosen.start : chosen.stop], len(parts), axis=0)
+        ends = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
         long = ends.copy()
         if staged:
             places = np.array([slot.address for slot in slots], np.int64)
@@ -343,4 +343,4 @@ def arrays_of(pieces: Pieces) -> tuple[int, ...]:
 
 def _odd(series: Series) -> bool:
     """Whether a part is shifted by what a kernel can't follow."""
-    return any((source | target) % WORD for source, target in series.shifts)
+    return bool((series.shifts % WORD).any())

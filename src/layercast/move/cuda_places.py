@@ -41,11 +41,11 @@ def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction
 def _first(series: Series, side: Side) -> int:
     """Where the first piece of the first part begins."""
     array, nth = (series.pieces.sources, 0) if side == "source" else (series.pieces.targets, 1)
-    return int(array[0]) + series.shifts[0][nth]
+    return int(array[0] + series.shifts[0, nth])
 
 
 def _ends(series: Series, side: Side) -> tuple[int, ...]:
     """Its first and its last address on one side, if it has any pieces."""
     array, nth = (series.pieces.sources, 0) if side == "source" else (series.pieces.targets, 1)
-    shifts = [shift[nth] for shift in series.shifts]
-    return (int(array.min()) + min(shifts), int(array.max()) + max(shifts)) if len(array) else ()
+    shifts = series.shifts[:, nth]
+    return (int(array.min() + shifts.min()), int(array.max() + shifts.max())) if len(array) else ()

@@ -60,7 +60,7 @@ class Program:
         over arrays of more than 500 items, and taking it again beside a busy thread costs milliseconds each time.
         """
         if id(series) not in self._series:
-            self._series[id(series)] = series, self.columns(series.pieces), self.hold(np.array(series.shifts, np.int64))
+            self._series[id(series)] = series, self.columns(series.pieces), self.hold(series.shifts)
         _, columns, shifts = self._series[id(series)]
         at, count = shifts + 16 * parts.start, len(parts)
         self._add(Op.COPIES, *columns, stream, batched, at, count, tally, number, self.pace)

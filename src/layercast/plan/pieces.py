@@ -10,7 +10,6 @@ Does not know devices, gates or requests.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -94,18 +93,24 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
 class Series(msgspec.Struct, frozen=True, eq=False):
     """The same pieces at several places, as in layers that are alike but for where they lie: a part for each place.
 
-    shifts: bytes to add to the addresses of each part, on the source and on the target. turns: ascending; of several
-    series those parts move first whose turns are lowest.
+    shifts: int64 [parts, 2], bytes to add to the addresses of each part, on the source and on the target. turns:
+    ascending; of several series those parts move first whose turns are lowest.
     """
 
     pieces: Pieces
-    shifts: tuple[tuple[int, int], ...] = ((0, 0),)
+    shifts: Ints = msgspec.field(default_factory=lambda: np.zeros((1, 2), np.int64))
     turns: tuple[int, ...] = (0,)
 
-    @property
-    def parts(self) -> list[Pieces]:
-        """Each by itself."""
-        return [msgspec.structs.replace(self.pieces, shift=shift) for shift in self.shifts]
+    def __len__(self) -> int:
+        return len(self.shifts)
+
+    def __getitem__(self, nth: int) -> Pieces:
+        """A part by itself. Raises IndexError."""
+        source, target = self.shifts[nth].tolist()
+        return msgspec.structs.replace(self.pieces, shift=(source, target))
+
+    def __iter__(self) -> Iterator[Pieces]:
+        return map(self.__getitem__, range(len(self)))
 
 
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
@@ -151,17 +156,34 @@ class BlockRuns:
         return len(self.pairs[0])
 
 
+class Window(NamedTuple):
+    """What a route moves of a window: its layers, their columns, and how far they lie from these on both sides."""
+
+    layers: tuple[int, ...]
+    columns: Columns
+    shift: tuple[int, int]
+
+
 class Alike(NamedTuple):
-    """Windows that a route moves alike: their layers, their columns, and how far they lie from these on both sides."""
+    """Windows that a route moves alike: the layers of each, what they move of a block, and how far apart they lie.
+
+    columns, shifts: as in `Window` and `Series`. part_of: of all layers, the number of the window. turns: the first
+    layer of each.
+    """
 
     windows: tuple[tuple[int, ...], ...]
     columns: Columns
-    shifts: tuple[tuple[int, int], ...]
+    shifts: Ints
+    part_of: dict[int, int]
+    turns: tuple[int, ...]
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Of all windows."""
-        return tuple(chain.from_iterable(self.windows))
+    @staticmethod
+    def of(windows: Sequence[Window]) -> "Alike":
+        """Windows that share their columns."""
+        layers = tuple(window.layers for window in windows)
+        shifts = np.array([window.shift for window in windows], np.int64)
+        part_of = {layer: nth for nth, ours in enumerate(layers) for layer in ours}
+        return Alike(layers, windows[0].columns, shifts, part_of, tuple(ours[0] for ours in layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +208,20 @@ class CopyPlan:
 
     def layer(self, layer: int) -> Pieces:
         """The pieces of one layer."""
-        return self.sized((layer,))[1]
+        return self.window((layer,))
 
     def window(self, layers: Sequence[int]) -> Pieces:
         """The pieces of several layers at once, merged where both sides are adjacent."""
-        return self.sized(layers)[1]
-
-    def sized(self, window: Sequence[int]) -> tuple[tuple[int, ...], Pieces, tuple[int, int]]:
-        """(its layers of a window, their pieces, (bytes, copies) of these). Windows that are alike share arrays."""
-        ((layers,), columns, (shift,)) = self.route.window(tuple(window))
-        pieces, size = self._spread_over(columns)
-        return layers, msgspec.structs.replace(pieces, shift=shift), size
+        return Pieces.join([series[0] for _, series, _ in self.series((tuple(layers),))])
 
     def series(self, windows: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Alike, Series, tuple[int, int]]]:
         """Each kind of windows in which it moves anything, their pieces, and (bytes, copies) of these."""
         for alike in self.route.alike(windows):
-            pieces, (nbytes, copies) = self._spread_over(alike.columns)
-            count, turns = len(alike.windows), tuple([window[0] for window in alike.windows])
-            yield alike, Series(pieces, alike.shifts, turns), (count * nbytes, count * copies)
-
-    def _spread_over(self, columns: Columns) -> tuple[Pieces, tuple[int, int]]:
-        if (found := self._spread.get(id(columns))) is None:
-            pieces = _spread(columns, self.runs)
-            found = self._spread[id(columns)] = pieces, pieces.size
-        return found
+            if (found := self._spread.get(id(alike.columns))) is None:
+                pieces = _spread(alike.columns, self.runs)
+                found = self._spread[id(alike.columns)] = pieces, pieces.size
+            series, (nbytes, copies) = Series(found[0], alike.shifts, alike.turns), found[1]
+            yield alike, series, (len(series) * nbytes, len(series) * copies)
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
@@ -224,7 +236,7 @@ class CopyPlan:
 
         Both ends of a save and of the load after it name the slab as `order`, so that they hash the same byte string.
         """
-        _, columns, (shift,) = self.route.window((layer,))
+        _, columns, shift = self.route.window((layer,))
         if (found := self._hashed.get((id(columns), read, order))) is None:
             found = self._hashed[id(columns), read, order] = self._digest_ranges(columns, read, order)
         return DigestRanges(found.addresses, found.length, shift[0 if read == "source" else 1])
@@ -265,7 +277,7 @@ class Route:
     target_blocks: int
     columns: dict[int, Columns]
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _windows: dict[tuple[int, ...], Alike] = field(default_factory=dict, compare=False, repr=False)
+    _windows: dict[tuple[int, ...], Window] = field(default_factory=dict, compare=False, repr=False)
     _kinds: dict[tuple[tuple[int, ...], ...], list[Alike]] = field(default_factory=dict, compare=False, repr=False)
     _alike: dict[tuple[object, ...], tuple[Columns, int]] = field(default_factory=dict, compare=False, repr=False)
     """By how far the layers of a window lie from its first: the first such window's columns, and its first layer."""
@@ -273,31 +285,29 @@ class Route:
     def alike(self, windows: tuple[tuple[int, ...], ...]) -> list[Alike]:
         """What it moves of these windows, the ones that are alike together."""
         if (found := self._kinds.get(windows)) is None:
-            kinds: dict[int, list[Alike]] = {}
-            for ours in filter(lambda ours: ours.windows[0], map(self.window, windows)):
-                kinds.setdefault(id(ours.columns), []).append(ours)
-            found = self._kinds[windows] = [
-                Alike(tuple(one.windows[0] for one in kind), kind[0].columns, tuple(one.shifts[0] for one in kind))
-                for kind in kinds.values()
-            ]
+            kinds: dict[int, list[Window]] = {}
+            for window in map(self.window, windows):
+                if window.layers:
+                    kinds.setdefault(id(window.columns), []).append(window)
+            found = self._kinds[windows] = list(map(Alike.of, kinds.values()))
         return found
 
-    def window(self, layers: tuple[int, ...]) -> Alike:
+    def window(self, layers: tuple[int, ...]) -> Window:
         """What it moves of these layers. Windows that are alike share their columns."""
         if (found := self._windows.get(layers)) is None:
             found = self._windows[layers] = self._window(layers)
         return found
 
-    def _window(self, layers: tuple[int, ...]) -> Alike:
+    def _window(self, layers: tuple[int, ...]) -> Window:
         layers = tuple(layer for layer in layers if layer in self.columns)
         chosen, shifts = [self.columns[layer] for layer in layers], self.shifts
         columns = chosen[0] if len(chosen) == 1 else merged_columns(chosen)
         if not shifts or not layers:
-            return Alike((layers,), columns, (_UNMOVED,))
+            return Window(layers, columns, _UNMOVED)
         source, target = shifts[layers[0]]
         apart = tuple((shifts[layer][0] - source, shifts[layer][1] - target) for layer in layers)
         columns, first = self._alike.setdefault(apart, (columns, layers[0]))
-        return Alike((layers,), columns, ((source - shifts[first][0], target - shifts[first][1]),))
+        return Window(layers, columns, (source - shifts[first][0], target - shifts[first][1]))
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """The plan that copies `source_blocks[i]` of one side onto `target_blocks[i]` of the other.
