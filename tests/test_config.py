@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -38,7 +41,9 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
         ("push_timeout_s", 0.0),
         ("lease_s", -1.0),
         ("use_layerwise", "perhaps"),
+        ("lease_s", "nan"),
         ("backend", "moon"),
+        ("discard_partial_chunks", False),
     ],
 )
 def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
@@ -46,6 +51,21 @@ def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
         from_mapping({name: value})
     with pytest.raises(BadSetting, match=name):
         Config(**{name: value})
+
+
+def test_an_unknown_setting_is_refused_as_well_where_it_is_written_in_python():
+    with pytest.raises(UnknownSetting, match="Config: unknown setting host_byte; known: backend, "):
+        Config(host_byte=1)
+
+
+def test_a_value_below_the_least_is_told_with_the_source_it_is_in():
+    with pytest.raises(BadSetting, match="environment: host_bytes = 0: the least value is 1"):
+        from_sources(None, {"LAYERCAST_HOST_BYTES": "0"})
+
+
+def test_settings_can_be_copied_and_pickled():
+    chosen = Config(host_bytes="1GiB", verify=False)
+    assert pickle.loads(pickle.dumps(chosen)) == copy.deepcopy(chosen) == chosen
 
 
 def test_settings_are_frozen_and_at_most_thirty():

@@ -27,7 +27,14 @@ def _default_host_bytes() -> int:
     return min(memory // 8, MAX_DEFAULT_HOST_BYTES)
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _AsFromMapping(msgspec.StructMeta):
+    """Has `Config(...)` take, and refuse, what a mapping may hold, in the same words."""
+
+    def __call__(cls, **values: object) -> "Config":
+        return from_mapping(values, "Config")
+
+
+class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine; every field is a key a user may set.
 
     Names end in their unit: _ms, _s, _us, _bytes. Wherever a user writes them, bytes may have a unit: "8GiB".
@@ -60,7 +67,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     save_decode_cache: bool = True
     """Whether KV of generated tokens is saved."""
     discard_partial_chunks: bool = True
-    """The pool keeps whole blocks only."""
+    """The pool keeps whole blocks only, so there is no other value: a part of one is nobody else's prefix."""
     kv_recompute_threshold: int = 64
     """A hit of fewer tokens than this is recomputed rather than loaded; 0 = every hit is loaded, whatever it costs."""
     layer_wait_ms: int = 10_000
@@ -80,16 +87,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         return not self.use_layerwise or self.layerwise_window > 1
 
-    def __post_init__(self) -> None:
-        for name in _TYPES:
-            msgspec.structs.force_setattr(self, name, _plain(name, getattr(self, name), "Config"))
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise BadSetting(f"{name} = {value}: the least value is {least}")
-        if self.backend != "host":
-            raise BadSetting(f"backend = {self.backend!r}: known backends: 'host'")
-
 
 _LEAST = {
     "layerwise_window": 1,
@@ -105,7 +102,7 @@ _LEAST = {
     "push_timeout_s": 0.001,
     "lease_s": 0.001,
 }
-
+_ONLY = {"backend": "host", "discard_partial_chunks": True}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KNOWN = tuple(sorted(_TYPES))
 
@@ -113,23 +110,32 @@ KNOWN = tuple(sorted(_TYPES))
 def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     """Config from a mapping (an engine's own channel); `source` names it in messages.
 
-    Raises UnknownSetting with the known keys, BadSetting with the field and the type it wants.
+    Raises UnknownSetting with the known keys, BadSetting with the field and the values it takes.
     """
+    return msgspec.convert(_read(values, source), Config)
+
+
+def _read(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings of one source, each as the type that it has here. Raises UnknownSetting, BadSetting."""
     unknown = sorted(set(values) - set(KNOWN))
     if unknown:
         raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-    plain: dict[str, Any] = {key: _plain(key, value, source) for key, value in values.items()}
-    return Config(**plain)
+    return {key: _value(key, value, source) for key, value in values.items()}
 
 
-def _plain(key: str, value: object, source: str) -> object:
-    """A setting's value as the type that it has here, however it was written. Raises BadSetting."""
+def _value(key: str, value: object, source: str) -> object:
+    """A setting's value, however it was written. Raises BadSetting."""
     plain = _bytes(key, value, source) if key.endswith("_bytes") else value
     try:
-        return msgspec.convert(plain, _TYPES[key], strict=False)
+        found = msgspec.convert(plain, _TYPES[key], strict=False)
     except msgspec.ValidationError as error:
         wanted = str(error)  # "Expected `float`, got `str`"
         raise BadSetting(f"{source}: {key} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from error
+    if key in _LEAST and not found >= _LEAST[key]:
+        raise BadSetting(f"{source}: {key} = {found}: the least value is {_LEAST[key]}")
+    if found != _ONLY.get(key, found):
+        raise BadSetting(f"{source}: {key} = {found!r}: the only value is {_ONLY[key]!r}")
+    return found
 
 
 def _bytes(key: str, value: object, source: str) -> object:
@@ -177,9 +183,8 @@ def from_sources(
     }
     merged: dict[str, Any] = {}
     for name, values in sources.items():
-        from_mapping(values, name)
-        merged |= values
-    return from_mapping(merged)
+        merged |= _read(values, name)
+    return msgspec.convert(merged, Config)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
