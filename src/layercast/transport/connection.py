@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layercast.errors import DeadlineExceeded, Malformed, PeerLost
+from layercast.link import Link
 from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes
 from layercast.transport.ledger import Ledger
-from layercast.transport.link import Link
 from layercast.transport.regions import Regions, views
 from layercast.transport.wire import (
     MAX_PIECES,

@@ -1,7 +1,7 @@
 """A model of a link: how long bytes have to wait so that no more than a given rate passes.
 
-For measuring overlap on a machine whose loopback is faster than the link of interest. Whatever is reported from it has
-to say that it was paced.
+For measuring overlap on a machine whose memory or loopback is faster than the link of interest. Whatever is reported
+from it has to say that it was paced. Does not know how the bytes are moved.
 """
 
 import threading
@@ -14,7 +14,7 @@ _CHUNK_S = 0.001
 
 
 class Link:
-    """At most `gbps` gigabits (of 125e6 bytes) a second over all connections."""
+    """At most `gbps` gigabits (of 125e6 bytes) a second over all who share it."""
 
     def __init__(self, gbps: float) -> None:
         if not gbps > 0:
