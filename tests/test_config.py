@@ -42,6 +42,8 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
         ("lease_s", -1.0),
         ("use_layerwise", "perhaps"),
         ("lease_s", "nan"),
+        ("lease_s", float("inf")),
+        ("push_timeout_s", "inf"),
         ("backend", "moon"),
         ("discard_partial_chunks", False),
     ],

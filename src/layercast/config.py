@@ -3,6 +3,7 @@
 Does not know what the settings do; rooms receive values, never this module's sources.
 """
 
+import math
 import os
 import re
 import tomllib
@@ -102,6 +103,7 @@ _LEAST = {
     "push_timeout_s": 0.001,
     "lease_s": 0.001,
 }
+_ENDS = ("push_timeout_s", "lease_s")
 _ONLY = {"backend": "host", "discard_partial_chunks": True}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KNOWN = tuple(sorted(_TYPES))
@@ -133,6 +135,8 @@ def _value(key: str, value: object, source: str) -> object:
         raise BadSetting(f"{source}: {key} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from error
     if key in _LEAST and not found >= _LEAST[key]:
         raise BadSetting(f"{source}: {key} = {found}: the least value is {_LEAST[key]}")
+    if key in _ENDS and found == math.inf:
+        raise BadSetting(f"{source}: {key} = {found}: what it bounds would never end; give seconds")
     if found != _ONLY.get(key, found):
         raise BadSetting(f"{source}: {key} = {found!r}: the only value is {_ONLY[key]!r}")
     return found

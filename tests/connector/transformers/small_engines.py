@@ -37,7 +37,7 @@ def assert_every_reference_owned(space, live):
 
 def assert_no_block_lost(engine):
     """Every held block belongs to a request or to a copy under way."""
-    assert_every_reference_owned(engine.space, [request.tables for request in engine._schedule.requests])
+    assert_every_reference_owned(engine.space, [request.tables for request in engine._live.values()])
 
 
 def assert_at_rest(engine):
