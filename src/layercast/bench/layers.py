@@ -76,9 +76,7 @@ def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
 
 def bit_equal(here: Ground, mover: CudaMover) -> bool:
     """Whether a load and a save bring every bit."""
-    for pool in here.pools:
-        pool.zero_()
-    torch.cuda.synchronize()
+    here.blank()
     mover.submit_all(here.lists(up=True))[-1].wait(SOON_S)
     if not here.arrived():
         return False

@@ -165,8 +165,7 @@ class Run:
 
     def reads_right(self, mover: CudaMover) -> bool:
         """Whether a layerwise forward over zeroed blocks reads what the slots hold."""
-        for pool in self.here.pools:
-            pool.zero_()
+        self.here.blank()
         self.ms(lambda: self.layerwise(mover))
         return self.forward.read_right()
 
