@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast import config
-from layercast.config import Config, cache_folder, from_mapping, from_sources
+from layercast.config import Config, cache_folder, existing, from_mapping, from_sources
 from layercast.errors import BadSetting, UnknownSetting
 
 
@@ -153,6 +153,12 @@ def test_settings_survive_json():
 def test_the_cache_lies_where_the_desktop_says():
     assert str(cache_folder({"XDG_CACHE_HOME": "/c"})) == "/c/layercast"
     assert cache_folder({}).parts[-2:] == (".cache", "layercast")
+
+
+def test_of_a_folder_that_is_not_there_or_cannot_be_looked_at_the_nearest_above_is_taken(tmp_path):
+    assert existing(tmp_path / "new" / "deeper") == tmp_path
+    assert existing(tmp_path / ("n" * 300)) == tmp_path  # a name that no system looks up
+    assert existing(tmp_path) == tmp_path
 
 
 def test_a_value_of_another_type_is_named_with_its_key_and_the_type_it_should_have():

@@ -197,6 +197,11 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(home) / "layercast"
 
 
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there; one that may not be looked at counts as absent."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+
+
 def _toml_values(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layercast.config import size
+from layercast.config import existing, size
 from layercast.demo.prompt import conversation
 from layercast.errors import BadSetting, Missing, NoDiskSpace
 from layercast.spec.dtypes import item_bytes
@@ -74,8 +74,7 @@ def refuse_small_slab(host_bytes: int, dtype: str) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Bytes free where `folder` is, or would be made."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def prepare(cache: Path) -> Path:

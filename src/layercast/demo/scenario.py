@@ -40,7 +40,10 @@ ROUNDS = 3
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may choose. link_gbps: pace the link, None = as fast as it goes. dtype: one of DTYPES."""
+    """What a user may choose. link_gbps: pace the link, None = as fast as it goes.
+
+    dtype: bfloat16, float32, or auto: the quicker one here.
+    """
 
     config: Config
     cache: Path

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from layercast.errors import Refused
+from layercast.observe.bars import save_png
 from layercast.observe.timeline import Span, SpanKind
 
 if TYPE_CHECKING:
@@ -86,10 +87,7 @@ def how_to_read(scales: Sequence[float]) -> str:
 def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
     """Draw the panels to `path` as a PNG. Raises Refused without panels or without matplotlib."""
     _check(panels)
-    try:
-        figure_of(panels, title).savefig(path)
-    except ImportError as error:
-        raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
+    save_png(lambda: figure_of(panels, title), path)
 
 
 def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
