@@ -10,7 +10,8 @@ from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.line import Line
 from layercast.move.paced import PacedMover
-from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
+from layercast.testing.memory import SOON_S
+from layercast.testing.move_laws import MoverLaws, pieces_of
 
 
 class TestCpuMover(MoverLaws):
