@@ -61,7 +61,7 @@ def test_an_unknown_setting_is_refused_as_well_where_it_is_written_in_python():
 
 
 def test_a_value_below_the_least_is_told_with_the_source_it_is_in():
-    with pytest.raises(BadSetting, match="environment: host_bytes = 0: the least value is 1"):
+    with pytest.raises(BadSetting, match="environment: host_bytes = '0': the least value is 1"):
         from_sources(None, {"LAYERCAST_HOST_BYTES": "0"})
 
 

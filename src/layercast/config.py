@@ -3,13 +3,12 @@
 Does not know what the settings do; rooms receive values, never this module's sources.
 """
 
-import math
 import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,6 +25,12 @@ def _default_host_bytes() -> int:
     """An eighth of the machine's memory, at most 16 GiB."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory // 8, MAX_DEFAULT_HOST_BYTES)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
+"""Of something that ends."""
 
 
 class _AsFromMapping(msgspec.StructMeta):
@@ -45,37 +50,37 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     """False moves all layers as one window (bulk); the tokens are the same."""
     backend: str = "host"
     """Where pooled KV lives. "host" is the slab in this process."""
-    layerwise_window: int = 1
+    layerwise_window: Positive = 1
     """Layers moved and signalled together (1 = pure layerwise)."""
-    layerwise_prefetch_layers: int = 2
+    layerwise_prefetch_layers: Positive = 2
     """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU
     is handed all that a forward waits for at once; there it bounds what goes in the background."""
-    layerwise_exposed_ms: float = 5.0
+    layerwise_exposed_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
     the background."""
-    layerwise_max_transfer_blocks: int = 0
+    layerwise_max_transfer_blocks: Count = 0
     """Most blocks in one batch handed to a mover; 0 = no limit."""
-    layerwise_max_transfer_bytes: int = 0
+    layerwise_max_transfer_bytes: Count = 0
     """Most bytes in one batch handed to a mover; 0 = no limit."""
-    h2d_stagger_us: int = 0
+    h2d_stagger_us: Count = 0
     """How much later each rank's loads start than those of the rank before, where they share the way to host memory."""
-    host_bytes: int = msgspec.field(default_factory=_default_host_bytes)
+    host_bytes: Positive = msgspec.field(default_factory=_default_host_bytes)
     """Size of the slab, per rank."""
     disk_path: str = ""
     """Folder under the slab, which engines may share; what is saved is written behind to it. Empty: none."""
-    disk_bytes: int = 32 << 30
+    disk_bytes: Positive = 32 << 30
     """Most bytes in that folder, per rank; the least recently used go first."""
     save_decode_cache: bool = True
     """Whether KV of generated tokens is saved."""
     discard_partial_chunks: bool = True
     """The pool keeps whole blocks only, so there is no other value: a part of one is nobody else's prefix."""
-    kv_recompute_threshold: int = 64
+    kv_recompute_threshold: Count = 64
     """A hit of fewer tokens than this is recomputed rather than loaded; 0 = every hit is loaded, whatever it costs."""
-    layer_wait_ms: int = 10_000
+    layer_wait_ms: Positive = 10_000
     """Longest wait for one layer; after it the request is recomputed."""
-    push_timeout_s: float = 60.0
+    push_timeout_s: Seconds = 60.0
     """Longest life of a push from its offer to its landing."""
-    lease_s: float = 60.0
+    lease_s: Seconds = 60.0
     """How long blocks promised to a request stay where they are."""
     verify: bool = True
     """Compare a digest of every landed layer with the one taken at saving. Between a GPU and the slab nothing is."""
@@ -89,21 +94,6 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
         return not self.use_layerwise or self.layerwise_window > 1
 
 
-_LEAST = {
-    "layerwise_window": 1,
-    "layerwise_prefetch_layers": 1,
-    "layerwise_exposed_ms": 0,
-    "layerwise_max_transfer_blocks": 0,
-    "layerwise_max_transfer_bytes": 0,
-    "h2d_stagger_us": 0,
-    "host_bytes": 1,
-    "disk_bytes": 1,
-    "kv_recompute_threshold": 0,
-    "layer_wait_ms": 1,
-    "push_timeout_s": 0.001,
-    "lease_s": 0.001,
-}
-_ENDS = ("push_timeout_s", "lease_s")
 _ONLY = {"backend": "host", "discard_partial_chunks": True}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KNOWN = tuple(sorted(_TYPES))
@@ -131,12 +121,10 @@ def _value(key: str, value: object, source: str) -> object:
     try:
         found = msgspec.convert(plain, _TYPES[key], strict=False)
     except msgspec.ValidationError as error:
-        wanted = str(error)  # "Expected `float`, got `str`"
-        raise BadSetting(f"{source}: {key} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from error
-    if key in _LEAST and not found >= _LEAST[key]:
-        raise BadSetting(f"{source}: {key} = {found}: the least value is {_LEAST[key]}")
-    if key in _ENDS and found == math.inf:
-        raise BadSetting(f"{source}: {key} = {found}: what it bounds would never end; give seconds")
+        wanted = str(error)  # "Expected `float`, got `str`", "Expected `int` >= 1"
+        _, bound, least = wanted.partition(" >= ")
+        why = f"the least value is {least}" if bound else wanted[0].lower() + wanted[1:]
+        raise BadSetting(f"{source}: {key} = {value!r}: {why}") from error
     if found != _ONLY.get(key, found):
         raise BadSetting(f"{source}: {key} = {found!r}: the only value is {_ONLY[key]!r}")
     return found
