@@ -30,8 +30,8 @@ def assert_every_reference_owned(space, live):
             state = [tables.state] if index == space.recurrent else []
             counted[index].update(block for block in (*table, *state) if block is not None)
     for hold in space._holds.values():
-        for group, blocks in hold.blocks:
-            counted[group].update(blocks)
+        for pair in hold.pairs:
+            counted[pair.group].update(pair.blocks)
     assert [allocator.references() for allocator in space.allocators] == counted
 
 
