@@ -13,10 +13,13 @@ from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, spread, timed_in_turn
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
+from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, delayed
+from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
 from layercast.plan.pieces import Pieces, route_between
 
-LIMIT = "copy engine, contiguous"
+PROGRAMS = (16, 32, 64, 96, 132)
+"""Numbers of the kernel's programs to compare with the number that the mover takes."""
 STAGGERS_US = (0, 100, 1000)
 
 
@@ -44,13 +47,16 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     lists = [plan.layer(layer) for layer in range(shape.layers)]
     movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
     torch.cuda.set_device(device.number)
-    ways: dict[str, Start] = {LIMIT: _contiguous(device, sources, targets, blocks)}
+    ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}
     ways |= {name: whole(mover, lists) for name, mover in movers.items()}
+    if device.kernel is not None:
+        ways |= {f"kernel, {programs} programs": _kernel(device, lists, programs) for programs in PROGRAMS}
     took = timed_in_turn(ways, repeats, torch.cuda.synchronize)
     nbytes = shape.layers * blocks * shape.block_bytes
     rows = {name: rates(runs, nbytes, shape.layers) for name, runs in took.items()}
+    best = max((name for name in rows if name.startswith("kernel")), key=lambda n: rows[n]["GB/s"], default="layercast")
     for row in rows.values():
-        row["of contiguous"] = row["GB/s"] / rows[LIMIT]["GB/s"]
+        row["of best kernel"] = row["GB/s"] / rows[best]["GB/s"]
     checks = {
         f"{name}: bit equal": _bit_equal(mover, lists, (sources, from_), (targets, to))
         for name, mover in movers.items()
@@ -58,7 +64,7 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     for mover in movers.values():
         mover.close(SOON_S)
     title = f"device {device.number} to device {other.number}, {tokens} tokens in blocks of {shape.block}"
-    return Table(title=title, rows=rows, bar="GB/s", best=LIMIT, checks=checks)
+    return Table(title=title, rows=rows, bar="GB/s", best=best, checks=checks)
 
 
 def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) -> Table:
@@ -119,6 +125,26 @@ def _contiguous(device: Device, sources: list[torch.Tensor], targets: list[torch
         with torch.cuda.stream(device.copying):
             for source, target in zip(sources, targets, strict=True):
                 target[:blocks].copy_(source[:blocks], non_blocking=True)
+        return device.copying.synchronize  # type: ignore[no-any-return]
+
+    return start
+
+
+def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
+    """The kernel itself, with tables that are on the device already, launched by torch's thread."""
+    from layercast.move.kernels.pieces_triton import copy_pieces
+
+    layers = [rows_of([pieces]) for pieces in lists]
+    tables = [
+        torch.from_numpy(table_of(rows.source, rows.target, rows.length)[0]).to(device.copying.device)
+        for rows in layers
+    ]
+    chunks = -(-max(int(rows.length.max()) for rows in layers) // (8 * BLOCK))
+
+    def start() -> Callable[[], None]:
+        with torch.cuda.stream(device.copying):
+            for table, rows in zip(tables, layers, strict=True):
+                copy_pieces[(programs,)](*table, len(rows), chunks, 0, 0, BLOCK=BLOCK, num_warps=WARPS)
         return device.copying.synchronize  # type: ignore[no-any-return]
 
     return start
