@@ -208,6 +208,7 @@ class Engine:
         self.forget()
         return {
             "itl": {"p50_ms": 1e3 * part(gaps, 0.5), "p99_ms": 1e3 * part(gaps, 0.99), "max_ms": 1e3 * max(gaps)},
+            "slowest_ms": [round(1e3 * gap, 2) for gap in sorted(gaps)[:-31:-1]],
             "steps": len(gaps),
             "ttft": spread(list(first.values())),
             "cached": sorted(set(cached)),

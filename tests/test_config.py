@@ -1,10 +1,13 @@
+import copy
+import pickle
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast import config
-from layercast.config import Config, cache_folder, from_mapping, from_sources
+from layercast.config import Config, cache_folder, existing, from_mapping, from_sources
 from layercast.errors import BadSetting, UnknownSetting
 
 
@@ -38,7 +41,11 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
         ("push_timeout_s", 0.0),
         ("lease_s", -1.0),
         ("use_layerwise", "perhaps"),
+        ("lease_s", "nan"),
+        ("lease_s", float("inf")),
+        ("push_timeout_s", "inf"),
         ("backend", "moon"),
+        ("discard_partial_chunks", False),
     ],
 )
 def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
@@ -46,6 +53,21 @@ def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
         from_mapping({name: value})
     with pytest.raises(BadSetting, match=name):
         Config(**{name: value})
+
+
+def test_an_unknown_setting_is_refused_as_well_where_it_is_written_in_python():
+    with pytest.raises(UnknownSetting, match="Config: unknown setting host_byte; known: backend, "):
+        Config(host_byte=1)
+
+
+def test_a_value_below_the_least_is_told_with_the_source_it_is_in():
+    with pytest.raises(BadSetting, match="environment: host_bytes = '0': the least value is 1"):
+        from_sources(None, {"LAYERCAST_HOST_BYTES": "0"})
+
+
+def test_settings_can_be_copied_and_pickled():
+    chosen = Config(host_bytes="1GiB", verify=False)
+    assert pickle.loads(pickle.dumps(chosen)) == copy.deepcopy(chosen) == chosen
 
 
 def test_settings_are_frozen_and_at_most_thirty():
@@ -131,6 +153,12 @@ def test_settings_survive_json():
 def test_the_cache_lies_where_the_desktop_says():
     assert str(cache_folder({"XDG_CACHE_HOME": "/c"})) == "/c/layercast"
     assert cache_folder({}).parts[-2:] == (".cache", "layercast")
+
+
+def test_of_a_folder_that_is_not_there_or_cannot_be_looked_at_the_nearest_above_is_taken(tmp_path):
+    assert existing(tmp_path / "new" / "deeper") == tmp_path
+    assert existing(tmp_path / ("n" * 300)) == tmp_path  # a name that no system looks up
+    assert existing(tmp_path) == tmp_path
 
 
 def test_a_value_of_another_type_is_named_with_its_key_and_the_type_it_should_have():

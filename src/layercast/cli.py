@@ -16,6 +16,7 @@ import typer
 
 from layercast import __version__
 from layercast.bench.results import What
+from layercast.config import cache_folder, existing, from_sources
 from layercast.errors import BadSetting, LayercastError, Missing, Refused
 
 if TYPE_CHECKING:
@@ -199,8 +200,6 @@ def demo(
 
     The same long prompt is answered in each of these ways; a table, a picture and JSON tell what each took.
     """
-    from layercast.config import cache_folder, from_sources
-
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
     figures, kept = json or out / "demo.json", cache or cache_folder()
     _check_folder(out, "--out")
@@ -276,11 +275,11 @@ def bench(
 
 def _check_folder(folder: Path, option: str) -> None:
     """Raises BadSetting, before anything long has run, if `option` chose a folder that can't be written or made."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise BadSetting(f"{folder}: {existing} is no folder; choose another with {option}")
+    there = existing(folder)
+    if not there.is_dir():
+        raise BadSetting(f"{folder}: {there} is no folder; choose another with {option}")
     try:
-        tempfile.TemporaryFile(dir=existing).close()  # what may be written is more than permissions tell: /proc
+        tempfile.TemporaryFile(dir=there).close()  # what may be written is more than permissions tell: /proc
     except OSError as error:
         raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with {option}") from error
 

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,7 +27,20 @@ def _default_host_bytes() -> int:
     return min(memory // 8, MAX_DEFAULT_HOST_BYTES)
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
+"""Of something that ends."""
+
+
+class _AsFromMapping(msgspec.StructMeta):
+    """Has `Config(...)` take, and refuse, what a mapping may hold, in the same words."""
+
+    def __call__(cls, **values: object) -> "Config":
+        return from_mapping(values, "Config")
+
+
+class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine; every field is a key a user may set.
 
     Names end in their unit: _ms, _s, _us, _bytes. Wherever a user writes them, bytes may have a unit: "8GiB".
@@ -37,37 +50,37 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """False moves all layers as one window (bulk); the tokens are the same."""
     backend: str = "host"
     """Where pooled KV lives. "host" is the slab in this process."""
-    layerwise_window: int = 1
+    layerwise_window: Positive = 1
     """Layers moved and signalled together (1 = pure layerwise)."""
-    layerwise_prefetch_layers: int = 2
+    layerwise_prefetch_layers: Positive = 2
     """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU
     is handed all that a forward waits for at once; there it bounds what goes in the background."""
-    layerwise_exposed_ms: float = 5.0
+    layerwise_exposed_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
     the background."""
-    layerwise_max_transfer_blocks: int = 0
+    layerwise_max_transfer_blocks: Count = 0
     """Most blocks in one batch handed to a mover; 0 = no limit."""
-    layerwise_max_transfer_bytes: int = 0
+    layerwise_max_transfer_bytes: Count = 0
     """Most bytes in one batch handed to a mover; 0 = no limit."""
-    h2d_stagger_us: int = 0
+    h2d_stagger_us: Count = 0
     """How much later each rank's loads start than those of the rank before, where they share the way to host memory."""
-    host_bytes: int = msgspec.field(default_factory=_default_host_bytes)
+    host_bytes: Positive = msgspec.field(default_factory=_default_host_bytes)
     """Size of the slab, per rank."""
     disk_path: str = ""
     """Folder under the slab, which engines may share; what is saved is written behind to it. Empty: none."""
-    disk_bytes: int = 32 << 30
+    disk_bytes: Positive = 32 << 30
     """Most bytes in that folder, per rank; the least recently used go first."""
     save_decode_cache: bool = True
     """Whether KV of generated tokens is saved."""
     discard_partial_chunks: bool = True
-    """The pool keeps whole blocks only."""
-    kv_recompute_threshold: int = 64
+    """The pool keeps whole blocks only, so there is no other value: a part of one is nobody else's prefix."""
+    kv_recompute_threshold: Count = 64
     """A hit of fewer tokens than this is recomputed rather than loaded; 0 = every hit is loaded, whatever it costs."""
-    layer_wait_ms: int = 10_000
+    layer_wait_ms: Positive = 10_000
     """Longest wait for one layer; after it the request is recomputed."""
-    push_timeout_s: float = 60.0
+    push_timeout_s: Seconds = 60.0
     """Longest life of a push from its offer to its landing."""
-    lease_s: float = 60.0
+    lease_s: Seconds = 60.0
     """How long blocks promised to a request stay where they are."""
     verify: bool = True
     """Compare a digest of every landed layer with the one taken at saving. Between a GPU and the slab nothing is."""
@@ -80,32 +93,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         return not self.use_layerwise or self.layerwise_window > 1
 
-    def __post_init__(self) -> None:
-        for name in _TYPES:
-            msgspec.structs.force_setattr(self, name, _plain(name, getattr(self, name), "Config"))
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise BadSetting(f"{name} = {value}: the least value is {least}")
-        if self.backend != "host":
-            raise BadSetting(f"backend = {self.backend!r}: known backends: 'host'")
 
-
-_LEAST = {
-    "layerwise_window": 1,
-    "layerwise_prefetch_layers": 1,
-    "layerwise_exposed_ms": 0,
-    "layerwise_max_transfer_blocks": 0,
-    "layerwise_max_transfer_bytes": 0,
-    "h2d_stagger_us": 0,
-    "host_bytes": 1,
-    "disk_bytes": 1,
-    "kv_recompute_threshold": 0,
-    "layer_wait_ms": 1,
-    "push_timeout_s": 0.001,
-    "lease_s": 0.001,
-}
-
+_ONLY = {"backend": "host", "discard_partial_chunks": True}
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KNOWN = tuple(sorted(_TYPES))
 
@@ -113,23 +102,32 @@ KNOWN = tuple(sorted(_TYPES))
 def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     """Config from a mapping (an engine's own channel); `source` names it in messages.
 
-    Raises UnknownSetting with the known keys, BadSetting with the field and the type it wants.
+    Raises UnknownSetting with the known keys, BadSetting with the field and the values it takes.
     """
+    return msgspec.convert(_read(values, source), Config)
+
+
+def _read(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings of one source, each as the type that it has here. Raises UnknownSetting, BadSetting."""
     unknown = sorted(set(values) - set(KNOWN))
     if unknown:
         raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-    plain: dict[str, Any] = {key: _plain(key, value, source) for key, value in values.items()}
-    return Config(**plain)
+    return {key: _value(key, value, source) for key, value in values.items()}
 
 
-def _plain(key: str, value: object, source: str) -> object:
-    """A setting's value as the type that it has here, however it was written. Raises BadSetting."""
+def _value(key: str, value: object, source: str) -> object:
+    """A setting's value, however it was written. Raises BadSetting."""
     plain = _bytes(key, value, source) if key.endswith("_bytes") else value
     try:
-        return msgspec.convert(plain, _TYPES[key], strict=False)
+        found = msgspec.convert(plain, _TYPES[key], strict=False)
     except msgspec.ValidationError as error:
-        wanted = str(error)  # "Expected `float`, got `str`"
-        raise BadSetting(f"{source}: {key} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from error
+        wanted = str(error)  # "Expected `float`, got `str`", "Expected `int` >= 1"
+        _, bound, least = wanted.partition(" >= ")
+        why = f"the least value is {least}" if bound else wanted[0].lower() + wanted[1:]
+        raise BadSetting(f"{source}: {key} = {value!r}: {why}") from error
+    if found != _ONLY.get(key, found):
+        raise BadSetting(f"{source}: {key} = {found!r}: the only value is {_ONLY[key]!r}")
+    return found
 
 
 def _bytes(key: str, value: object, source: str) -> object:
@@ -177,15 +175,19 @@ def from_sources(
     }
     merged: dict[str, Any] = {}
     for name, values in sources.items():
-        from_mapping(values, name)
-        merged |= values
-    return from_mapping(merged)
+        merged |= _read(values, name)
+    return msgspec.convert(merged, Config)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where files that can be made again lie by default: `layercast` in the user's cache folder."""
     home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "layercast"
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there; one that may not be looked at counts as absent."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
 def _toml_values(path: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import mmap
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -6,10 +7,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from layercast.bench import ground as room  # noqa: E402
-from layercast.bench.ground import Shape, engine_layout, huge_bytes  # noqa: E402
+from layercast.bench.ground import Ground, Shape, engine_layout, huge_bytes  # noqa: E402
 from layercast.bench.rivals import Rival, rivals  # noqa: E402
 from layercast.move.cuda_ways import rows_of  # noqa: E402
 from layercast.plan.pieces import route_between  # noqa: E402
+from layercast.store.slab import Slab, slab_bytes  # noqa: E402
 
 SHAPE = Shape(layers=2, heads=4, kv_heads=2, width=8, hidden=32, inner=64, block=4)
 
@@ -39,6 +41,25 @@ def test_halves_copy_every_byte_once_and_never_merge():
     order = np.argsort(halves.source)
     touching = np.diff(halves.source[order]) == halves.length[order][:-1]
     assert not np.any(touching & (np.diff(halves.target[order]) == halves.length[order][:-1]))
+
+
+def test_one_wrong_word_in_a_block_that_is_probed_has_not_arrived():
+    engine, blocks = engine_layout(SHAPE, made := pools(6)), 5
+    with closing(Slab.create(engine, slab_bytes(engine, (blocks,)))) as slab:
+        ids, slots = np.array([4, 0, 5, 2, 3]), np.array([3, 1, 0, 4, 2])
+        here = Ground(None, SHAPE, blocks, made, slab, None, ids, slots, None, None, "")
+        here.host[:] = np.random.default_rng(0).integers(1, 1 << 20, len(here.host), np.int32)
+        seen, words = [pool.view(torch.int32).numpy() for pool in made], SHAPE.block_bytes // 4
+        for arrived, fill in (
+            (here.arrived, lambda n: (ids, here.wanted(n))),
+            (here.arrived_in_order, lambda n: (slice(blocks), here.host[n * blocks * words :][: blocks * words])),
+        ):
+            for n in range(SHAPE.layers):
+                where, content = fill(n)
+                seen[n][where] = content.reshape(blocks, words)
+            assert arrived()
+            seen[1][ids[1]] ^= 1
+            assert not arrived()
 
 
 def test_huge_pages_are_counted_of_the_mapping_that_is_asked_for():

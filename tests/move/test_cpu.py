@@ -11,7 +11,8 @@ from layercast.move.flights import HostFlight
 from layercast.move.line import Line
 from layercast.move.paced import PacedMover
 from layercast.plan.pieces import Series
-from layercast.testing.move_laws import SOON_S, MoverLaws, pieces_of
+from layercast.testing.memory import SOON_S
+from layercast.testing.move_laws import MoverLaws, pieces_of
 
 
 class TestCpuMover(MoverLaws):

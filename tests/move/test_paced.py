@@ -62,9 +62,9 @@ def test_a_batch_that_waits_or_fails_holds_no_link(paced, batch):
     parked.wait(SOON_S)
 
 
-def test_a_link_that_carries_nothing_is_refused():
+def test_a_link_that_carries_nothing_or_everything_at_once_is_refused():
     mover = CpuMover()
-    for rate in (0.0, -1.0, float("nan")):
+    for rate in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(BadSetting):
             PacedMover(mover, rate)
     mover.close(SOON_S)

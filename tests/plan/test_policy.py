@@ -54,8 +54,17 @@ def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_backgrou
     decision = choose(rest=64, running=32)
     assert decision.mode is Mode.BACKGROUND_LAYERWISE
     assert decision.parked
-    assert decision.hidden_bytes == int(COSTS.link_bytes_per_s * COSTS.compute_s(64))
     assert "32 others" in decision.reason
+
+
+@pytest.mark.parametrize("told_ahead", [1, 2])
+def test_what_comes_before_its_forward_or_behind_it_or_while_others_may_wait_need_not_be_there_when_it_is_said(
+    told_ahead,
+):
+    decision = choose(rest=64, running=32, nbytes=2 * BYTES, told_ahead=told_ahead)
+    later_s = told_ahead * COSTS.forward_s + COSTS.compute_s(64) + RULES.exposed_s
+    assert decision.hidden_bytes == pytest.approx(COSTS.link_bytes_per_s * later_s, abs=2)
+    assert choose(rest=64, running=32, told_ahead=9).hidden_bytes == BYTES
 
 
 def test_where_not_one_window_would_hide_all_of_it_goes_to_the_background():
@@ -115,6 +124,7 @@ def test_nobody_waits_longer_than_allowed_and_no_answer_comes_later_than_without
     if running and decision.mode is Mode.BULK:
         assert transfer_s <= RULES.exposed_s + 1e-9
     if decision.mode is Mode.BACKGROUND_LAYERWISE:
-        assert 0 < decision.hidden_bytes <= rest_s * link
+        later_s = rest_s + RULES.told_ahead * forward_s + RULES.exposed_s
+        assert 0 < decision.hidden_bytes <= min(nbytes, later_s * link)
     best_s = max(transfer_s, rest_s)
     assert best_s <= costs.compute_s(tokens + rest) or tokens < RULES.threshold

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercast.errors import BadBlocks, OutOfMemory, Refused
@@ -149,6 +149,7 @@ def block_major(layers, elements, blocks):
     return Layout((Group(GroupSpec("full", GroupKind.FULL, 16, tuple(layers)), tuple(planes)),))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(5)), st.integers(1, 700), st.integers(1, 9), st.randoms())
 def test_a_block_whose_layers_lie_together_is_one_piece_to_its_slot(layers, elements, blocks, random):
     """Of all layers; and every byte of every slot has its own place there too."""

@@ -147,8 +147,7 @@ class _Captured:
 
     def checks(self) -> dict[str, bool]:
         """Over zeroed blocks: what the gated graph read, and whether its output is the bare one's."""
-        for pool in self.here.pools:
-            pool.zero_()
+        self.here.blank()
         self.ms(self.gated, load=True, save=True)
         right = self.forward.read_right()
         self.ms(self.bare)

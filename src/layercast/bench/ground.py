@@ -83,10 +83,7 @@ class Device:
     @cached_property
     def compiled(self) -> Issue | None:
         """The compiled issuing loop; None without numba."""
-        try:
-            return compiled_issue(self.driver.calls, self.driver.batch_attributes)
-        except ImportError:
-            return None
+        return _compiled(self.driver)
 
     def mover(self, way: Way | None = None, *, plain: bool = False, peers: "Sequence[Device]" = ()) -> CudaMover:
         """A mover that takes one way, or (None) chooses as an engine's would. peers: devices that it may write."""
@@ -101,11 +98,8 @@ class Device:
 
     def whole_mover(self) -> CudaMover | None:
         """A mover that hands long pieces over in one copy each; None without numba."""
-        try:
-            issue = compiled_issue(self.driver.calls, self.driver.batch_attributes, ENDLESS)
-        except ImportError:
-            return None
-        return CudaMover(self.driver, None, issue)
+        issue = _compiled(self.driver, ENDLESS)
+        return None if issue is None else CudaMover(self.driver, None, issue)
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -161,13 +155,15 @@ class Ground:
         first = (self.slab.layout.groups[0].planes_of(layer)[0].base - self.base) // 4
         return self.host[first : first + self.blocks * words].reshape(self.blocks, words)[self.slots]
 
+    def blank(self) -> None:
+        """Zero the blocks, so that what is right in them has been loaded."""
+        for pool in self.pools:
+            pool.zero_()
+        torch.cuda.synchronize()
+
     def arrived(self) -> bool:
         """Whether every block of the first, a middle and the last layer is what its slot holds, bit for bit."""
-        ids = torch.from_numpy(self.ids).to(self.pools[0].device)
-        return all(
-            np.array_equal(self.pools[n].view(torch.int32)[ids].cpu().numpy(), self.wanted(n))
-            for n in (0, self.shape.layers // 2, self.shape.layers - 1)
-        )
+        return all(np.array_equal(found[self.ids], self.wanted(n)) for n, found in self._probes())
 
     def in_order(self) -> list[Pieces]:
         """A piece a layer: its whole memory into the pool's first blocks, whatever slots and blocks were chosen."""
@@ -178,13 +174,13 @@ class Ground:
 
     def arrived_in_order(self) -> bool:
         """Whether the first, a middle and the last layer are what `in_order` brings, bit for bit."""
-        words = self.blocks * self.shape.block_bytes // 4
-        return all(
-            np.array_equal(
-                self.pools[n].view(torch.int32).view(-1)[:words].cpu().numpy(), self.host[n * words : (n + 1) * words]
-            )
-            for n in (0, self.shape.layers // 2, self.shape.layers - 1)
-        )
+        saved = self.host[: self.nbytes // 4].reshape(self.shape.layers, self.blocks, -1)
+        return all(np.array_equal(found[: self.blocks], saved[n]) for n, found in self._probes())
+
+    def _probes(self) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+        """The first, a middle and the last layer, and what its pool holds: int32 [blocks, words]."""
+        for n in (0, self.shape.layers // 2, self.shape.layers - 1):
+            yield n, self.pools[n].view(torch.int32).cpu().numpy()
 
     def contiguous(self, *, up: bool) -> Start:
         """The limit: one long copy a layer, from or to pinned memory."""
@@ -241,6 +237,14 @@ def ground(device: Device, shape: Shape, tokens: int) -> Iterator[Ground]:
         slab.close()
         pools.clear()
         torch.cuda.empty_cache()
+
+
+def _compiled(driver: Driver, *longest: int) -> Issue | None:
+    """The compiled issuing loop; None without numba. longest: of a call whose pieces are cut, in bytes."""
+    try:
+        return compiled_issue(driver.calls, driver.batch_attributes, *longest)
+    except ImportError:
+        return None
 
 
 def huge_bytes(address: int) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, timed_in_turn
-from layercast.bench.rivals import rivals
+from layercast.bench.rivals import Rival, rivals
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.plan.pieces import Pieces
@@ -24,44 +25,43 @@ DIRECTIONS = {"host to device": True, "device to host": False}
 
 def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bool = False) -> Iterator[Table]:
     """A table a direction on a quiet device, then one a direction beside products. brief: the limit and one mover."""
-    with ground(device, shape, tokens) as here:
-        movers: dict[str, CudaMover] = {"layercast": device.mover()}
-        if brief:
-            yield from _brief(here, movers["layercast"], repeats)
-            movers["layercast"].close(SOON_S)
-            return
-        movers |= {f"layercast, {way} alone": device.mover(way) for way in device.ways if way is not Way.ENGINE}
-        loop = device.mover(plain=True)
-        others, absent = rivals(here)
-        checks = {name: bit_equal(here, mover) for name, mover in movers.items()}
+    with ground(device, shape, tokens) as here, ExitStack() as stack:
+
+        def mover(way: Way | None = None, *, plain: bool = False) -> CudaMover:
+            made = device.mover(way, plain=plain)
+            stack.callback(made.close, SOON_S)
+            return made
+
+        movers = {"layercast": mover()}
+        if not brief:
+            movers |= {f"layercast, {way} alone": mover(way) for way in device.ways if way is not Way.ENGINE}
+        others, absent = ({}, {}) if brief else rivals(here)
+        checks = {name: bit_equal(here, each) for name, each in movers.items()}
+        about = f"{tokens} tokens in blocks of {shape.block}"
         for name, up in DIRECTIONS.items():
-            ways = {"contiguous": here.contiguous(up=up)}
-            lists, halves = here.lists(up=up), here.lists(up=up, halves=True)
-            ways |= {name: whole(mover, lists) for name, mover in movers.items()}
-            ways["layercast, Python loop"] = whole(loop, lists)
-            ways["layercast, a submit a layer"] = one_by_one(movers["layercast"], lists)
-            ways |= {f"{name}, K and V apart": whole(mover, halves) for name, mover in movers.items()}
-            ways |= {rival: start.start(up=up) for rival, start in others.items()}
-            title = f"{name}, {tokens} tokens in blocks of {shape.block}"
-            yield quiet(here, title, ways, repeats, checks, absent)
+            ways = _ways(here, movers, others, up=up)
+            if not brief:
+                halves = here.lists(up=up, halves=True)
+                ways["layercast, Python loop"] = whole(mover(plain=True), here.lists(up=up))
+                ways |= {f"{each}, K and V apart": whole(way, halves) for each, way in movers.items()}
+            yield quiet(here, f"{name}, {about}", ways, repeats, checks, absent)
         for name, up in DIRECTIONS.items():
-            lists, halves = here.lists(up=up), here.lists(up=up, halves=True)
-            ways = {"contiguous": here.contiguous(up=up)}
-            ways |= {name: whole(mover, lists) for name, mover in movers.items()}
-            ways["layercast, K and V apart"] = whole(movers["layercast"], halves)
-            ways |= {rival: start.start(up=up) for rival, start in others.items() if rival != "one copy a block"}
-            title = f"{name} beside matrix products, {tokens} tokens in blocks of {shape.block}"
-            yield beside(here, title, ways, repeats, absent)
-        for mover in (*movers.values(), loop):
-            mover.close(SOON_S)
+            ways = _ways(here, movers, others, up=up)
+            ways.pop("one copy a block", None)
+            if not brief:
+                ways["layercast, K and V apart"] = whole(movers["layercast"], here.lists(up=up, halves=True))
+            yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, absent)
 
 
-def _brief(here: Ground, mover: CudaMover, repeats: int) -> Iterator[Table]:
-    checks, about = {"layercast": bit_equal(here, mover)}, f"{here.blocks} blocks of {here.shape.block} tokens"
-    for name, up in DIRECTIONS.items():
-        ways = {"contiguous": here.contiguous(up=up), "layercast": whole(mover, here.lists(up=up))}
-        yield quiet(here, f"{name}, {about}", ways, repeats, checks, {})
-        yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, {})
+def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], *, up: bool) -> dict[str, Start]:
+    """The limit, what movers do, and what rivals do."""
+    lists = here.lists(up=up)
+    ways = {name: whole(mover, lists) for name, mover in movers.items()}
+    return {
+        "contiguous": here.contiguous(up=up),
+        **ways,
+        **{name: rival.start(up=up) for name, rival in others.items()},
+    }
 
 
 def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
@@ -74,21 +74,9 @@ def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
     return start
 
 
-def one_by_one(mover: CudaMover, lists: list[Pieces]) -> Start:
-    """An order a layer."""
-
-    def start() -> Callable[[], None]:
-        flight = [mover.submit(pieces) for pieces in lists][-1]
-        return lambda: flight.wait(SOON_S)
-
-    return start
-
-
 def bit_equal(here: Ground, mover: CudaMover) -> bool:
     """Whether a load and a save bring every bit."""
-    for pool in here.pools:
-        pool.zero_()
-    torch.cuda.synchronize()
+    here.blank()
     mover.submit_all(here.lists(up=True))[-1].wait(SOON_S)
     if not here.arrived():
         return False

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
-import numpy as np
 import torch
 
 from layercast.bench.ground import Device, Ground, Shape, ground
@@ -25,6 +24,7 @@ SHORT, TIMES = 4096, 3
 TRACED = 5
 """Runs of which the middle one's timeline is told."""
 ALONE, LOAD, LIMIT = "compute alone", "contiguous load alone", "contiguous copy a layer"
+SAVING = "layerwise, saving too"
 
 
 def overlap(
@@ -145,32 +145,18 @@ class Run:
             done=round(start.elapsed_time(done), 3),
         )
 
-    def by_models_thread(self) -> None:
-        """The same batched copies, issued by the model's own thread before its first kernel."""
-        device = self.here.device
-        stream, driver = device.copying, device.driver
-        done = [torch.cuda.Event() for _ in range(self.here.shape.layers)]
-        for layer, pieces in enumerate(self.here.lists(up=True)):
-            to, from_, nbytes = (np.ascontiguousarray(c) for c in (pieces.target, pieces.source, pieces.length))
-            at = (to.ctypes.data, from_.ctypes.data, nbytes.ctypes.data)
-            code = driver.calls.copy_batch(*at, len(to), *driver.batch_attributes, 1, stream.cuda_stream)
-            driver.check("a batch of copies", code)
-            done[layer].record(stream)
-        self.forward(lambda layer: device.compute.wait_event(done[layer]))
-
-    def saving(self, *, order_a_layer: bool) -> float:
+    def saving(self) -> float:
         """Layerwise, and what is new goes out behind each layer; ms until the forward is done."""
-        out, saves = self.here.lists(up=False, tokens=self.forward.new), []
         stream, driver = self.here.device.compute.cuda_stream, self.here.device.driver
-        at = [self.progress.data_ptr() + 4 * layer for layer in range(len(out))]
+        at = [self.progress.data_ptr() + 4 * layer for layer in range(self.here.shape.layers)]
+        out = self.here.lists(up=False, tokens=self.forward.new)
+        saves: Sequence[CudaFlight] = ()
         self.progress.zero_()
 
         def body() -> None:
-            if order_a_layer:
-                self.layerwise(self.auto, lambda n: saves.append(self.auto.submit(out[n], after=[self.auto.mark()])))
-            else:
-                saves.extend(self.auto.submit_all(out, behind=at))
-                self.layerwise(self.auto, lambda n: driver.stream_writes_value(stream, at[n], 1))
+            nonlocal saves
+            saves = self.auto.submit_all(out, behind=at)
+            self.layerwise(self.auto, lambda n: driver.stream_writes_value(stream, at[n], 1))
 
         took = self.ms(body)
         for flight in saves:
@@ -179,8 +165,7 @@ class Run:
 
     def reads_right(self, mover: CudaMover) -> bool:
         """Whether a layerwise forward over zeroed blocks reads what the slots hold."""
-        for pool in self.here.pools:
-            pool.zero_()
+        self.here.blank()
         self.ms(lambda: self.layerwise(mover))
         return self.forward.read_right()
 
@@ -200,15 +185,14 @@ def first_tokens(run: Run, repeats: int, *, brief: bool = False) -> Table:
             timelines[LIMIT] = run.timeline(whole, lambda: run.in_order)
         run.ms(lambda: run.limit(whole))
         checks[f"{LIMIT}: every byte as saved"] = run.here.arrived_in_order()
-    took = in_turn(_ways(run, others, brief=brief), repeats)
+    took = in_turn(_ways(run, others), repeats)
     rows = {name: spread("ms", runs) for name, runs in took.items()}
     best = max((ALONE, LOAD), key=lambda name: rows[name]["ms"])
     for name, runs in took.items():
         rows[name] |= ratio("of floor", runs, took[best])
         if LIMIT in took:
             rows[name] |= ratio("of contiguous a layer", runs, took[LIMIT])
-    for name in ("layerwise, saving too", "layerwise, saving too, an order a layer"):
-        rows[name] |= ratio("of the same without saving", took[name], took["layerwise"])
+    rows[SAVING] |= ratio("of the same without saving", took[SAVING], took["layerwise"])
     here = run.here
     return Table(
         title=f"Time to the first token, {here.blocks * here.shape.block}+{run.forward.new} tokens",
@@ -222,17 +206,14 @@ def first_tokens(run: Run, repeats: int, *, brief: bool = False) -> Table:
     )
 
 
-def _ways(run: Run, others: dict[str, CudaMover], *, brief: bool) -> dict[str, Callable[[], float]]:
+def _ways(run: Run, others: dict[str, CudaMover]) -> dict[str, Callable[[], float]]:
     """What runs in each round; what is compared most stands side by side."""
     ways: dict[str, Callable[[], float]] = {LOAD: run.contiguous_ms, ALONE: lambda: run.ms(run.forward)}
     if (whole := run.whole) is not None:
         ways[LIMIT] = lambda: run.ms(lambda: run.limit(whole))
     ways["layerwise"] = lambda: run.ms(lambda: run.layerwise(run.auto))
-    ways["layerwise, saving too"] = lambda: run.saving(order_a_layer=False)
-    ways["layerwise, saving too, an order a layer"] = lambda: run.saving(order_a_layer=True)
+    ways[SAVING] = run.saving
     ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in others.items()}  # type: ignore[misc]
-    if run.here.device.driver.batches and not brief:
-        ways["layerwise, issued by the model's thread"] = lambda: run.ms(run.by_models_thread)
     ways["bulk"] = lambda: run.ms(run.bulk)
     return ways
 

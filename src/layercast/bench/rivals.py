@@ -123,9 +123,7 @@ def vllm_swap(ground: Ground) -> dict[str, Rival]:
         return on_copying(ground, lambda: ops.swap_blocks_batch(source, target, length, **options))
 
     def verify() -> bool:
-        for pool in ground.pools:
-            pool.zero_()
-        torch.cuda.synchronize()
+        ground.blank()
         of(up=True)()()
         return ground.arrived()
 

@@ -67,7 +67,7 @@ def _backing(directory: Directory, config: Config, specs: Sequence[GroupSpec]) -
 
 
 def scheduler_side(
-    facts: Sequence[WorkerFacts], config: Config, shared_blocks: bool, in_forward: bool = True
+    facts: Sequence[WorkerFacts], config: Config, shared_blocks: bool, in_forward: bool = True, told_ahead: int = 1
 ) -> SchedulerSide:
     """The scheduler side over the workers of all ranks, in the order of their ranks. The rest as `SchedulerSide`.
 
@@ -81,7 +81,8 @@ def scheduler_side(
     directory = Directory(slots, time.monotonic, config.lease_s, ranks=len(facts))
     sizes = [max(sizes) for sizes in zip(*(fact.block_bytes for fact in facts), strict=True)]
     backing = _backing(directory, config, first.specs)
-    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks, sizes, in_forward, backing)
+    rules = in_forward, told_ahead
+    return SchedulerSide(directory, config, first.specs, first.identities, shared_blocks, sizes, *rules, backing)
 
 
 @contextmanager

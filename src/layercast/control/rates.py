@@ -68,7 +68,7 @@ class Rates:
 
 
 class Chooser:
-    """Decides on hits. block_bytes: of one block of each group on a rank. in_forward: as in `policy.Rules`."""
+    """Decides on hits. block_bytes: of each group's block on a rank. in_forward, told_ahead: see `policy.Rules`."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Chooser:
         specs: Sequence[GroupSpec],
         block_bytes: Sequence[int],
         in_forward: bool,
+        told_ahead: int,
         clock: Callable[[], float],
     ) -> None:
         self.rates = Rates(clock)
@@ -91,6 +92,7 @@ class Chooser:
             layers=sum(len(spec.layers) for spec in specs),
             exposed_s=config.layerwise_exposed_ms / 1000,
             in_forward=in_forward,
+            told_ahead=told_ahead,
         )
 
     def heard(self, halted: str, loads: Iterable[LoadOutcome]) -> None:

@@ -99,7 +99,7 @@ class SchedulerSide:
 
     specs, identities: one a group; extras are named by the smallest block of all groups. shared_blocks: whether the
     engine lets requests read one another's blocks, so that a failed load may have misled others than its own request.
-    block_bytes: of one block of each group on a rank. in_forward: as in `policy.Rules`.
+    block_bytes: of one block of each group on a rank. in_forward, told_ahead: as in `policy.Rules`.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class SchedulerSide:
         shared_blocks: bool = False,
         block_bytes: Sequence[int] = (),
         in_forward: bool = True,
+        told_ahead: int = 1,
         backing: Backing | None = None,
     ) -> None:
         self.directory = directory
@@ -121,7 +122,7 @@ class SchedulerSide:
         self._unnamed: list[tuple[str, tuple[Chain, ...]]] = []
         """Reservations whose blocks have no names yet, and these names."""
         self._shared_blocks = shared_blocks
-        self.chooser = Chooser(config, specs, block_bytes, in_forward, directory.clock)
+        self.chooser = Chooser(config, specs, block_bytes, in_forward, told_ahead, directory.clock)
         self._leases: dict[str, tuple[Lease, list[Sequence[bytes]]]] = {}
         """Load order to its lease and the keys of the leased slots, by group."""
         self._saving: dict[str, _Save] = {}

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layercast.config import size
+from layercast.config import existing, size
 from layercast.demo.prompt import conversation
 from layercast.errors import BadSetting, Missing, NoDiskSpace
 from layercast.spec.dtypes import item_bytes
@@ -74,8 +74,7 @@ def refuse_small_slab(host_bytes: int, dtype: str) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Bytes free where `folder` is, or would be made."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def prepare(cache: Path) -> Path:
@@ -123,7 +122,17 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def load(folder: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def ready(cache: Path, dtype: str, host_bytes: int) -> tuple[Path, str]:
+    """The converted model's folder, and the elements to run it in: `dtype`, or where that is "auto" the quicker here.
+
+    Raises as `refuse_small_slab` and `prepare`.
+    """
+    dtype = quicker_dtype() if dtype == "auto" else dtype
+    refuse_small_slab(host_bytes, dtype)
+    return prepare(cache), dtype
+
+
+def load(folder: Path, dtype: "str | torch.dtype") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The converted model in `dtype`, on the CPU and ready to infer, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,18 +147,18 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]
     return list(tokenizer(text)["input_ids"])
 
 
-def quicker_dtype() -> "torch.dtype":
+def quicker_dtype() -> str:
     """bfloat16 where this CPU multiplies it faster than float32, else float32; measured on a layer's MLP (~0.1 s)."""
     import torch
 
-    best = {torch.bfloat16: float("inf"), torch.float32: float("inf")}
+    best = {"bfloat16": float("inf"), "float32": float("inf")}
     for _ in range(40):  # by turns, so that another program's burst of work hits both
-        for dtype in best:
-            left, right = torch.ones(256, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+        for name in best:
+            left, right = (torch.ones(size, dtype=getattr(torch, name)) for size in ((256, 576), (576, 1536)))
             start = time.perf_counter()
             left @ right
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return min(best, key=lambda dtype: best[dtype])
+            best[name] = min(best[name], time.perf_counter() - start)
+    return min(best, key=lambda name: best[name])
 
 
 def _hide_bars() -> None:

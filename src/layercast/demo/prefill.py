@@ -31,7 +31,7 @@ START_S, END_S = 120.0, 30.0
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process needs: a converted model's folder, torch's dtype by name, compute threads, a shared secret.
+    """What the process needs: a converted model's folder, its elements, compute threads, a shared secret.
 
     warm_up: a prompt to run first. link_gbps: what the link is paced to, None = not paced.
     """
@@ -117,7 +117,7 @@ def _serve(connection: Connection, encoded: bytes) -> None:
     """The process: jobs until the parent goes away."""
     setup = msgspec.msgpack.decode(encoded, type=Setup)
     torch.set_num_threads(setup.threads)
-    model, _ = load(Path(setup.folder), getattr(torch, setup.dtype))
+    model, _ = load(Path(setup.folder), setup.dtype)
     timeline = Timeline()
     transport = SocketTransport(setup.secret, link_gbps=setup.link_gbps)
     with open_engine(model, setup.config, SETTINGS, transport=transport, timeline=timeline) as engine:

@@ -22,7 +22,7 @@ from layercast.config import Config
 from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine
 from layercast.connector.transformers.requests import Params, Result
-from layercast.demo.model import load, prepare, prompt_ids, quicker_dtype, refuse_small_slab
+from layercast.demo.model import load, prompt_ids, ready
 from layercast.demo.prefill import SETTINGS, Done, Job, Prefiller, Setup, prefill_process
 from layercast.demo.prompt import EARLIER_QUESTION, QUESTION
 from layercast.demo.report import MODES, DemoResult, ModeResult, Taken, in_the_middle, mode_of, until_first_token
@@ -40,7 +40,10 @@ ROUNDS = 3
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may choose. link_gbps: pace the link, None = as fast as it goes. dtype: one of DTYPES."""
+    """What a user may choose. link_gbps: pace the link, None = as fast as it goes.
+
+    dtype: bfloat16, float32, or auto: the quicker one here.
+    """
 
     config: Config
     cache: Path
@@ -63,9 +66,7 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
     """Answer the prompt in every mode, in turns; `say` is told what takes time. Raises Missing, NoDiskSpace."""
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core is left to the thread that moves KV
     say(f"loading SmolLM2-135M from {options.cache} (the first run converts it there, half a minute)")
-    dtype = quicker_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
-    refuse_small_slab(options.config.host_bytes, str(dtype).removeprefix("torch."))
-    folder = prepare(options.cache)
+    folder, dtype = ready(options.cache, options.dtype, options.config.host_bytes)
     guest = _guest(folder, dtype)
     taken: dict[str, list[Taken]] = {name: [] for name in MODES}
     with ExitStack() as stack:
@@ -75,7 +76,7 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
                 say(f"round {number + 1} of {ROUNDS}, {name}: {len(guest.prompt):,} prompt tokens")
                 taken[name].append(answer())
     threads = torch.get_num_threads()
-    about = f"SmolLM2-135M, {str(dtype).removeprefix('torch.')}, {threads} compute thread{'s' * (threads > 1)}"
+    about = f"SmolLM2-135M, {dtype}, {threads} compute thread{'s' * (threads > 1)}"
     return in_the_middle(taken, options.link_gbps, about)
 
 
@@ -95,7 +96,7 @@ def _ways(guest: Guest, options: Options, folder: Path, stack: ExitStack) -> dic
     return ways
 
 
-def _guest(folder: Path, dtype: torch.dtype) -> Guest:
+def _guest(folder: Path, dtype: str) -> Guest:
     model, tokenizer = load(folder, dtype)
     assert model.generation_config is not None
     ends = model.generation_config.eos_token_id

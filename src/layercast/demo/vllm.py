@@ -27,7 +27,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from layercast.connector.vllm.connector import LayercastConnector
-from layercast.demo.model import prepare, prompt_ids, quicker_dtype, refuse_small_slab
+from layercast.demo.model import prompt_ids, ready
 from layercast.demo.prompt import QUESTION
 from layercast.demo.report import DemoResult, Taken, in_the_middle, mode_of, until_first_token
 from layercast.demo.scenario import MOST_TOKENS, ROUNDS, Options, pool_of
@@ -53,9 +53,7 @@ def run(options: Options, say: Callable[[str], None]) -> DemoResult:
     """Answer the prompt cold and from the pool, ROUNDS times each. Raises Missing, NoDiskSpace, Refused."""
     say(f"loading SmolLM2-135M from {options.cache} into vLLM (the first time takes a minute)")
     warnings.filterwarnings("ignore", category=FutureWarning)  # of vLLM about torch, nothing that a user can mend
-    dtype = str(quicker_dtype()).removeprefix("torch.") if options.dtype == "auto" else options.dtype
-    refuse_small_slab(options.config.host_bytes, dtype)
-    folder = prepare(options.cache)
+    folder, dtype = ready(options.cache, options.dtype, options.config.host_bytes)
     TimedConnector.link_gbps = options.link_gbps
     taken: dict[str, list[Taken]] = {name: [] for name in ("cold", *HITS)}
     for name in HITS:

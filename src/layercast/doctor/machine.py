@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from layercast.config import Config, cache_folder, from_sources, rounded_down, size
+from layercast.config import Config, cache_folder, existing, from_sources, rounded_down, size
 from layercast.demo.model import INSTALL, MODULE, NEED_BYTES, converted_folder, free_bytes
 from layercast.doctor.checks import Check, Level, numbers
 from layercast.doctor.gpu import DRIVER, Card, cards, judge_cards
@@ -118,13 +118,13 @@ def settled(facts: Facts, config: Config) -> Facts:
 
 def _folder_error(folder: Path) -> str:
     """Why nothing can be kept in a folder, which is made if need be; empty if something can."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        return f"{existing} is no folder"
-    system = next((place for place in NO_DISKS if existing.resolve().is_relative_to(place)), None)
-    if system and not existing.resolve().is_relative_to(SHM):
+    there = existing(folder)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    system = next((place for place in NO_DISKS if there.resolve().is_relative_to(place)), None)
+    if system and not there.resolve().is_relative_to(SHM):
         return f"{system} is the kernel's own and keeps no files"
-    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} can't be written"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written"
 
 
 def _bytes_below(folder: Path) -> int:

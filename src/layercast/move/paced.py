@@ -7,24 +7,19 @@ say that it was paced. Does not know how the copies are done.
 import time
 from collections.abc import Sequence
 
-from layercast.errors import BadSetting
+from layercast.link import Link
 from layercast.move.base import Flight, Mover, MoverOver
 from layercast.move.flights import HostFlight
 from layercast.move.line import Line
 from layercast.plan.pieces import Pieces
-
-BYTES_PER_GBIT = 125_000_000
 
 
 class PacedMover(MoverOver):
     """Another mover, owned by this one, at most `link_gbps` gigabits (of 125e6 bytes) a second."""
 
     def __init__(self, mover: Mover, link_gbps: float) -> None:
-        if not link_gbps > 0:
-            raise BadSetting(f"link_gbps = {link_gbps}: a link carries more than 0 gigabits a second")
         super().__init__(mover)
-        self._rate = link_gbps * BYTES_PER_GBIT
-        self._free_at = 0.0
+        self._link = Link(link_gbps)
         self._line = Line("layercast-link")
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> HostFlight:
@@ -32,10 +27,8 @@ class PacedMover(MoverOver):
         flight = HostFlight()
 
         def run(ready_at: float) -> None:
-            # Counted from when the link could have begun, not from when this thread woke: lateness never adds up.
-            self._free_at = max(self._free_at, ready_at) + pieces.nbytes / self._rate
             copied = self._mover.submit(pieces, after=after, keep=keep)
-            time.sleep(max(0.0, self._free_at - time.monotonic()))
+            self._link.carry(pieces.nbytes, ready_at)
             copied.then(lambda _: flight.land() if copied.error is None else flight.fail(copied.error))
 
         self._line.submit(flight, run, after, keep)

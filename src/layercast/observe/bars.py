@@ -1,6 +1,6 @@
 """Figures as bars: a panel a comparison, a bar a way of doing it, the limit as a line. Knows names and numbers only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,13 @@ def write_bars(
     """
     if not panels:
         raise Refused("nothing to draw: nothing was measured")
+    save_png(lambda: figure_of(panels, title, tuple(ours), limit), path)
+
+
+def save_png(draw: "Callable[[], Figure]", path: Path) -> None:
+    """Write the figure that `draw` makes. Raises Refused without matplotlib."""
     try:
-        figure_of(panels, title, tuple(ours), limit).savefig(path)
+        draw().savefig(path)
     except ImportError as error:
         raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
 

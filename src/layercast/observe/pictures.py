@@ -7,11 +7,13 @@ import html
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from layercast.errors import Refused
+from layercast.observe.bars import save_png
 from layercast.observe.timeline import Span, SpanKind
 
 if TYPE_CHECKING:
@@ -86,10 +88,7 @@ def how_to_read(scales: Sequence[float]) -> str:
 def write_png(panels: Sequence[Panel], path: Path, title: str) -> None:
     """Draw the panels to `path` as a PNG. Raises Refused without panels or without matplotlib."""
     _check(panels)
-    try:
-        figure_of(panels, title).savefig(path)
-    except ImportError as error:
-        raise Refused("a PNG needs matplotlib: pip install '.[pictures]' in the clone") from error
+    save_png(lambda: figure_of(panels, title), path)
 
 
 def figure_of(panels: Sequence[Panel], title: str) -> "Figure":
@@ -179,14 +178,10 @@ def write_html(panels: Sequence[Panel], path: Path, title: str) -> None:
         for kind in _kinds(panels)
     )
     figures = "".join(_figure(panel, scale) for panel, scale in zip(panels, scales, strict=True))
+    page = Template((Path(__file__).parent / "timeline.html").read_text())
+    kinds = "\n".join(_style(kind, colour) for kind, colour in COLOURS.items())
     path.write_text(
-        _PAGE.format(
-            title=html.escape(title),
-            how=how_to_read(scales),
-            legend=legend,
-            figures=figures,
-            kinds="\n".join(_style(kind, colour) for kind, colour in COLOURS.items()),
-        )
+        page.substitute(title=html.escape(title), how=how_to_read(scales), legend=legend, figures=figures, kinds=kinds)
     )
 
 
@@ -237,21 +232,3 @@ def _axis(scale_ms: float, per_ms: float, height: int) -> str:
         ticks.append(f'<text x="{x:.1f}" y="{height + 13}" text-anchor="middle">{number * step:g}</text>')
     ticks.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{height + 28}" text-anchor="middle">ms since the request</text>')
     return "".join(ticks)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--ink:#222;--soft:#555;--line:#e4e4e4;--paper:#fff}}
-@media (prefers-color-scheme:dark){{:root{{--ink:#eee;--soft:#aaa;--line:#3a3a3a;--paper:#1b1b1b}}}}
-body{{margin:0 auto;padding:24px;max-width:1400px;background:var(--paper);color:var(--ink)}}
-body{{font:15px/1.45 system-ui,sans-serif}}
-h1{{font-size:22px;margin:0 0 4px}}h2{{font-size:16px;margin:0;display:inline}}p{{margin:2px 0 8px;color:var(--soft)}}
-main{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(560px,100%),1fr));gap:20px 32px}}
-figure{{margin:0}}figcaption span{{float:right}}svg{{width:100%;display:block}}
-svg text{{font-size:10px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
-.first{{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 2}}
-label{{margin-right:18px;white-space:nowrap}}i{{display:inline-block;width:14px;height:14px;margin:0 6px -2px 2px}}
-{kinds}
-</style></head><body><h1>{title}</h1><p>{how}</p><p>{legend}</p><main>{figures}</main></body></html>
-"""

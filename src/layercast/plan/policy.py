@@ -27,7 +27,8 @@ class Mode(StrEnum):
 class Decision(msgspec.Struct, frozen=True):
     """window: layers moved together as in LoadOrder, 0 = all. reason: for the receipt.
 
-    hidden_bytes: as in LoadOrder; only a load in two parts has any.
+    hidden_bytes: as in LoadOrder; only a load in two parts has any: what comes while the forwards under way run, behind
+    the one that reads it, or in the time that others may wait.
     """
 
     mode: Mode
@@ -68,6 +69,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     threshold: fewer tokens are recomputed; 0: every hit is loaded, whatever it costs. in_forward: whether the engine
     recovers from a load that fails inside a forward. exposed_s: most seconds that such a load may cost others.
+    told_ahead: forwards that run between the word that a load has come and the first one that can read it.
     """
 
     threshold: int
@@ -76,6 +78,7 @@ class Rules(msgspec.Struct, frozen=True):
     layers: int
     exposed_s: float
     in_forward: bool = True
+    told_ahead: int = 1
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -101,7 +104,7 @@ def decide(hit: Hit, rules: Rules, company: Company = ALONE, estimate: Estimate 
     decision = _loaded(hit, rules, company, estimate)
     if estimate is None or not rules.threshold:
         return decision
-    loading, computing = _answer_s(hit, decision, estimate), estimate.compute_s(hit.tokens + hit.rest)
+    loading, computing = _answer_s(hit, decision, rules, estimate), estimate.compute_s(hit.tokens + hit.rest)
     if loading > computing:
         reason = f"computing all of it takes {_ms(computing)}, with a load ({decision.mode}) {_ms(loading)}"
         return Decision(Mode.RECOMPUTE, 0, reason)
@@ -127,18 +130,20 @@ def _loaded(hit: Hit, rules: Rules, company: Company, estimate: Estimate | None)
     sees = f"{company.running} others running would wait {_ms(exposed_s)} of {_ms(rules.exposed_s)} allowed"
     if exposed_s <= rules.exposed_s:
         return Decision(mode, window, f"{why}; {sees}")
-    hidden = int(estimate.link_bytes_per_s * hidden_s) - company.nbytes
-    if hidden * rules.layers < hit.nbytes * window or not window:  # not one window would hide
+    behind = int(estimate.link_bytes_per_s * hidden_s) - company.nbytes
+    if behind * rules.layers < hit.nbytes * window or not window:  # not one window would hide
         return Decision(Mode.BACKGROUND, window, sees)
-    return Decision(Mode.BACKGROUND_LAYERWISE, window, f"{sees}; the last {hidden} bytes hide", hidden)
+    before_s = rules.told_ahead * estimate.forward_s + rules.exposed_s
+    hidden = min(hit.nbytes, behind + int(estimate.link_bytes_per_s * before_s))
+    return Decision(Mode.BACKGROUND_LAYERWISE, window, f"{sees}; the last {hidden} bytes may come later", hidden)
 
 
-def _answer_s(hit: Hit, decision: Decision, estimate: Estimate) -> float:
-    """Seconds to the first token with that load. A request that was parked waits for the step under way to end."""
+def _answer_s(hit: Hit, decision: Decision, rules: Rules, estimate: Estimate) -> float:
+    """Seconds to the first token with that load. A request that was parked waits for the forwards under way."""
     transfer_s, rest_s = estimate.transfer_s(hit.nbytes), estimate.compute_s(hit.rest)
-    parked_s = estimate.forward_s if decision.parked else 0.0
+    parked_s = rules.told_ahead * estimate.forward_s if decision.parked else 0.0
     if decision.mode in (Mode.LAYERWISE, Mode.BACKGROUND_LAYERWISE):
-        return parked_s + max(transfer_s, rest_s)
+        return max(transfer_s, parked_s + rest_s)
     return parked_s + transfer_s + rest_s
 
 

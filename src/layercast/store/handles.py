@@ -4,15 +4,14 @@ Objects are taken and given whole. Does not know where they lie: a store says ho
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
 
 Buffer = bytes | bytearray | memoryview
 
 
-class WriteHandle:
+class WriteHandle(AbstractContextManager["WriteHandle"]):
     """Room for a batch of objects, until `commit` or `revoke`. As a context it revokes what was not committed.
 
     admit: makes whole objects visible at once and ends their room; give_back: ends it where they do not come.
@@ -70,14 +69,11 @@ class WriteHandle:
         if not self._open:
             raise BadTransition("this write has been committed or revoked; open another one")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.revoke()
 
 
-class ReadHandle:
+class ReadHandle(AbstractContextManager["ReadHandle"]):
     """A batch of objects that stay until `deadline` (of `clock`, in seconds) or `close`. As a context it closes.
 
     sizes: bytes of each object. fetch: gets one whole; the last one read is kept meanwhile. let_go: ends the lease.
@@ -130,10 +126,7 @@ class ReadHandle:
         if late >= 0:
             raise DeadlineExceeded(f"the lease on {len(self.sizes)} objects ended {late:.3f} s ago")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

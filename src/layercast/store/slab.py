@@ -3,6 +3,7 @@
 Does not know which slots are in use, keys, leases or how bytes get here.
 """
 
+import errno
 import mmap
 from bisect import bisect_right
 
@@ -178,7 +179,7 @@ def _advise(memory: mmap.mmap, advice: int, start: int, length: int) -> bool:
     try:
         memory.madvise(advice, start, length)
     except OSError as error:
-        if error.errno in (22, 38):  # EINVAL, ENOSYS
+        if error.errno in (errno.EINVAL, errno.ENOSYS):
             return False
         raise
     return True

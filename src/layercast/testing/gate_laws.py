@@ -12,7 +12,8 @@ import pytest
 from layercast.errors import BadTransition, DeadlineExceeded, Missing
 from layercast.move.base import Gate
 from layercast.move.flights import HostFlight, landed
-from layercast.testing.move_laws import BRIEF_S, SOON_S
+from layercast.testing.memory import SOON_S
+from layercast.testing.move_laws import BRIEF_S
 
 
 class GateLaws:

@@ -1,11 +1,24 @@
-"""Memory for law books: allocated, written and read by address.
+"""What law books share: memory that is allocated, written and read by address, and something that is kept alive.
 
-A device's law subclass replaces these with its own.
+A device's law subclass replaces the memory with its own.
 """
 
 import ctypes
+import threading
+import weakref
 
 import numpy as np
+
+SOON_S = 10.0
+"""Longest that a law waits for what must happen."""
+
+
+class Kept:
+    """Something to keep alive, whose end can be waited for."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        weakref.finalize(self, self.gone.set)
 
 
 class HostMemory:

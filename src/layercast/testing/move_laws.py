@@ -7,7 +7,6 @@ A device overrides `memory` (how bytes are written and read) and, where its writ
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,10 +19,8 @@ from layercast.errors import BadTransition, DeadlineExceeded, Missing, Refused
 from layercast.move.base import Flight, Mover
 from layercast.move.flights import HostFlight, landed
 from layercast.plan.pieces import DigestRanges, Pieces
-from layercast.testing.memory import HostMemory
+from layercast.testing.memory import SOON_S, HostMemory, Kept
 
-SOON_S = 10.0
-"""Longest that a law waits for what must happen."""
 BRIEF_S = 0.05
 """How long a law watches that something does not happen."""
 _PROPERTY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -34,14 +31,6 @@ def pieces_of(*rows: Sequence[int]) -> Pieces:
     full = [[*row, *(1, 0, 0)[len(row) - 3 :]] for row in rows]
     table = np.array(full, np.int64).reshape(-1, 6)
     return Pieces.of(np.ascontiguousarray(column) for column in table.T)
-
-
-class Kept:
-    """Something to keep alive, whose end can be waited for."""
-
-    def __init__(self) -> None:
-        self.gone = threading.Event()
-        weakref.finalize(self, self.gone.set)
 
 
 @st.composite

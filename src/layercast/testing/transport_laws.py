@@ -5,7 +5,6 @@
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,11 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layercast.errors import BadSetting, Congested, Malformed, PeerLost, Refused
-from layercast.testing.memory import HostMemory
+from layercast.testing.memory import SOON_S, HostMemory, Kept
 from layercast.transport.base import MAX_MESSAGE, Address, Peer, Ticket, Transport, Writes
 
-SOON_S = 10.0
-"""Longest that a law waits for what must happen."""
 SECRET = b"sixteen or more bytes"
 
 
@@ -75,6 +72,15 @@ class Side:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the registered memory."""
         return self.memory.read(self.base + offset, nbytes)
+
+
+def is_dropped_for(sender: Side, peer: Peer, receiver: Side, writes: Writes) -> None:
+    """Assert that the receiver drops the connection for these writes, and that the sender's ticket fails."""
+    count = len(receiver.told.lost)
+    with pytest.raises(PeerLost):
+        sender.transport.post(peer, writes).wait(SOON_S)
+    receiver.told.wait_for(lambda told: len(told.lost) == count + 1)
+    assert isinstance(receiver.told.lost[-1][1], Malformed)
 
 
 class TransportLaws:
@@ -200,12 +206,7 @@ class TransportLaws:
         ]
         for address, length in bad:
             peer = ours.transport.connect(theirs.at, SOON_S)
-            count = len(theirs.told.lost)
-            ticket = ours.transport.post(peer, writes_of(inside, (ours.base, address, length)))
-            with pytest.raises(PeerLost):
-                ticket.wait(SOON_S)
-            theirs.told.wait_for(lambda told, count=count: len(told.lost) == count + 1)  # type: ignore[misc]
-            assert isinstance(theirs.told.lost[-1][1], Malformed)
+            is_dropped_for(ours, peer, theirs, writes_of(inside, (ours.base, address, length)))
         assert theirs.read(0, Side.SIZE) == bytes(Side.SIZE)
         assert theirs.memory.read(other, 256) == bytes(256)
         peer = ours.transport.connect(theirs.at, SOON_S)
@@ -229,11 +230,7 @@ class TransportLaws:
             side.memory.write(side.base, b"\xff" * 64)
         # Neither a peer that knows the secret, nor the same process by another connection.
         for side, link in ((third, other), (ours, ours.transport.connect(theirs.at, SOON_S))):
-            count = len(theirs.told.lost)
-            with pytest.raises(PeerLost):
-                side.transport.post(link, writes_of((side.base, own, 64))).wait(SOON_S)
-            theirs.told.wait_for(lambda told, count=count: len(told.lost) == count + 1)  # type: ignore[misc]
-            assert isinstance(theirs.told.lost[-1][1], Malformed)
+            is_dropped_for(side, link, theirs, writes_of((side.base, own, 64)))
             assert theirs.memory.read(own, 64) == bytes(64)
         ours.transport.post(peer, writes_of((ours.base, own, 64))).wait(SOON_S)
         assert theirs.memory.read(own, 64) == b"\xff" * 64
@@ -355,8 +352,8 @@ class TransportLaws:
 
     def test_what_is_kept_lives_until_the_ticket_has_ended(self, pair: tuple[Side, Side, Peer]) -> None:
         ours, theirs, peer = pair
-        gone, kept = threading.Event(), Recorder()
-        weakref.finalize(kept, gone.set)
+        kept = Kept()
+        gone = kept.gone
         theirs.told.go.clear()
         ours.transport.notify(peer, b"held up")
         ticket = ours.transport.post(peer, writes_of((ours.base, theirs.base, 8)), keep=[kept])

@@ -9,13 +9,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layercast.errors import DeadlineExceeded, Malformed, PeerLost
+from layercast.link import Link
 from layercast.transport.base import Handler, Ints, Peer, Ticket, Writes
 from layercast.transport.ledger import Ledger
-from layercast.transport.link import Link
 from layercast.transport.regions import Regions, views
 from layercast.transport.wire import (
     MAX_PIECES,
@@ -172,7 +172,9 @@ class Connection:
             self._lose(PeerLost(f"the connection broke while receiving: {error}"))
         self._threads[0].join()  # it ends, since the connection is lost and the socket shut down
         self._sock.close()
-        self._tell_of_the_loss()
+        cause = self._ledger.cause
+        assert cause is not None
+        self._tell("the loss", lambda: self._handler.on_lost(self.peer, cause))
 
     def _handle(self, frame: Frame) -> None:
         if isinstance(frame, Ack):
@@ -185,7 +187,7 @@ class Connection:
             fill(self._sock, views(address, length))
             del owners
         else:
-            self._tell(frame.body)
+            self._tell("a message", lambda: self._handler.on_message(self.peer, frame.body))
         with self._ledger.changed:
             self._unacknowledged += 1
             self._ledger.changed.notify_all()
@@ -198,15 +200,9 @@ class Connection:
         shut(self._sock)
         return True
 
-    def _tell(self, message: bytes) -> None:
+    def _tell(self, what: str, call: Callable[[], None]) -> None:
+        """Tell the handler, whose mistake is its own: the thread goes on, and ends well."""
         try:
-            self._handler.on_message(self.peer, message)
-        except Exception:  # noqa: BLE001  one message's trouble is its own
-            _log.exception("the handler raised on a message of %s", self.peer)
-
-    def _tell_of_the_loss(self) -> None:
-        assert self._ledger.cause is not None
-        try:
-            self._handler.on_lost(self.peer, self._ledger.cause)
-        except Exception:  # noqa: BLE001  the thread has still to end well
-            _log.exception("the handler raised on the loss of %s", self.peer)
+            call()
+        except Exception:  # noqa: BLE001
+            _log.exception("the handler raised on %s of %s", what, self.peer)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from layercast.errors import BadSetting, DeadlineExceeded, LayercastError, PeerLost, Refused
+from layercast.link import Link
 from layercast.transport.base import MAX_MESSAGE, MIN_SECRET, Address, Handler, Peer, Region, Ticket, Transport, Writes
 from layercast.transport.connection import Connection
 from layercast.transport.ledger import Ledger
-from layercast.transport.link import Link
 from layercast.transport.listener import Listener, advertised
 from layercast.transport.regions import Regions
 from layercast.transport.wire import greet

@@ -196,10 +196,10 @@ def _read_header(sock: socket.socket, most: int, deadline: float | None = None) 
 def _read(sock: socket.socket, nbytes: int, deadline: float | None) -> bytes:
     """Exactly that many bytes."""
     buffer = bytearray(nbytes)
-    if deadline is None:
-        fill(sock, [memoryview(buffer)])
-        return bytes(buffer)
     view = memoryview(buffer)
+    if deadline is None:
+        fill(sock, [view])
+        return bytes(buffer)
     while view:
         sock.settimeout(_left(deadline))  # anew for each part: a trickle of bytes must not stretch the deadline
         got = sock.recv_into(view)

@@ -30,14 +30,14 @@ def assert_every_reference_owned(space, live):
             state = [tables.state] if index == space.recurrent else []
             counted[index].update(block for block in (*table, *state) if block is not None)
     for hold in space._holds.values():
-        for group, blocks in hold.blocks:
-            counted[group].update(blocks)
+        for pair in hold.pairs:
+            counted[pair.group].update(pair.blocks)
     assert [allocator.references() for allocator in space.allocators] == counted
 
 
 def assert_no_block_lost(engine):
     """Every held block belongs to a request or to a copy under way."""
-    assert_every_reference_owned(engine.space, [request.tables for request in engine._schedule.requests])
+    assert_every_reference_owned(engine.space, [request.tables for request in engine._live.values()])
 
 
 def assert_at_rest(engine):

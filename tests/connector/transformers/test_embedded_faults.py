@@ -160,7 +160,7 @@ def test_a_slab_larger_than_memory_is_refused_and_leaves_nothing_open():
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_abort_while_copies_crawl_leaves_their_blocks_alone_until_they_have_ended(models, stock, family, steps):
     prompt = prompt_of(150)
-    with pooled_engine(models(family), {"layer_wait_ms": 5}, link_gbps=0.004) as engine:
+    with pooled_engine(models(family), {"layer_wait_ms": 5}, link_gbps=0.001) as engine:
         warmed(engine, prompt[:120])
         request = engine.submit(prompt, Params(max_tokens=20))
         for _ in range(steps):

@@ -4,6 +4,7 @@ from transformers.cache_utils import DynamicCache
 from layercast.connector.transformers.geometry import read_geometry
 from layercast.errors import UnsupportedModel
 from layercast.spec.groups import GroupKind
+from layercast.spec.planes import PlaneKind
 
 
 def groups(model):
@@ -25,14 +26,20 @@ def test_groups_are_those_that_transformers_chooses(models, family, expected):
 
 
 def test_a_latent_layer_has_rows_of_two_widths(models):
-    part = read_geometry(models("deepseek_v3")).attention[0]
-    assert (part.heads, part.key_width, part.value_width, part.latent) == (1, 32, 16, True)
+    part = read_geometry(models("deepseek_v3")).layers[0].attention
+    assert part.kind is GroupKind.LATENT
+    assert [(each.kind, each.shape) for each in part.contents] == [
+        (PlaneKind.LATENT, (1, 32)),
+        (PlaneKind.ROPE, (1, 16)),
+    ]
 
 
 def test_a_recurrent_state_keeps_the_dtypes_that_the_model_writes(models):
-    part = read_geometry(models("qwen3_next")).states[0]
-    assert part.conv_shape == (256, 4)
-    assert part.recurrent_shape == (8, 16, 16)
+    part = read_geometry(models("qwen3_next")).layers[0].state
+    assert [(each.kind, each.shape) for each in part.contents] == [
+        (PlaneKind.CONV, (256, 4)),
+        (PlaneKind.STATE, (8, 16, 16)),
+    ]
 
 
 def test_mamba_1_is_refused_with_the_reason(models):

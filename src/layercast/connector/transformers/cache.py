@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from layercast.connector.transformers.geometry import AttentionPart, Geometry, LayerGeometry, StatePart
+from layercast.connector.transformers.geometry import Geometry, LayerGeometry, Part
 from layercast.connector.transformers.memory import PagedMemory
 from layercast.connector.transformers.view import ForwardView, GroupView
 from layercast.flow.step import Step
@@ -53,7 +53,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, part: AttentionPart, group: int, memory: PagedMemory, moment: Moment) -> None:
+    def __init__(self, part: Part, group: int, memory: PagedMemory, moment: Moment) -> None:
         super().__init__()
         self.rows_id, self.group, self.moment = part.id, group, moment
         self.pool_keys, self.pool_values = memory.rows(part.id)
@@ -104,11 +104,11 @@ class StateLayer(LinearAttentionLayer):
 
     is_compileable = False
 
-    def __init__(self, part: StatePart, memory: PagedMemory, moment: Moment) -> None:
+    def __init__(self, part: Part, memory: PagedMemory, moment: Moment) -> None:
         super().__init__()
         self.state_id, self.moment = part.id, moment
         self.pool_conv, self.pool_recurrent = memory.states(part.id)
-        self.device, self.dtype = part.device, part.conv_dtype
+        self.device, self.dtype = part.device, part.contents[0].dtype
 
     def enter(self) -> None:
         """Pass the gate, then present the states of this forward's requests to the model."""
@@ -146,9 +146,7 @@ class StateLayer(LinearAttentionLayer):
 class HybridLayer(StateLayer, PagedLayer):
     """A layer with both: its mixers run side by side on the same input."""
 
-    def __init__(
-        self, attention: AttentionPart, state: StatePart, group: int, memory: PagedMemory, moment: Moment
-    ) -> None:
+    def __init__(self, attention: Part, state: Part, group: int, memory: PagedMemory, moment: Moment) -> None:
         PagedLayer.__init__(self, attention, group, memory, moment)
         StateLayer.__init__(self, state, memory, moment)
 

@@ -18,7 +18,7 @@ from layercast.connector.transformers.geometry import cache_argument, read_geome
 from layercast.connector.transformers.memory import PagedMemory, first_block
 from layercast.connector.transformers.pushes import PushDesk, wait_for_first_layer
 from layercast.connector.transformers.requests import Finish, Output, Params, Request, Result, refuse_other_than_ids
-from layercast.connector.transformers.sampling import generator_of, next_token
+from layercast.connector.transformers.sampling import next_token
 from layercast.connector.transformers.schedule import Scheduler, Work
 from layercast.connector.transformers.space import BlockSpace
 from layercast.connector.transformers.view import forward_view
@@ -140,7 +140,7 @@ class Engine:
             prompt_tokens=len(prompt),
             tokens=[int(token) for token in prompt],
             params=params,
-            generator=generator_of(params),
+            generator=torch.Generator().manual_seed(params.seed),
             tables=self.space.tables(),
             load=params.load,
             miss=None if params.load else MissReason.DECLINED,

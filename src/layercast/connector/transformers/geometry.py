@@ -7,6 +7,7 @@ tensors of a two-token forward, never worked out from the config. Does not know 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from inspect import signature
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from layercast.errors import UnsupportedModel
 from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.spec.planes import PlaneKind
 
 AnyLayer: TypeAlias = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -32,42 +34,41 @@ REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPart:
-    """Per-token rows of one layer: keys `[heads, key_width]`, values `[heads, value_width]`.
+class Content:
+    """One tensor that is kept: of one token, of one block, or (a recurrent state) of one snapshot."""
 
-    id: the layer's id in layouts and steps. latent: rows are MLA's compressed latent and its rotary part.
-    window: tokens a query sees (itself included), or None.
-    """
+    kind: PlaneKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    id: int
-    heads: int
-    key_width: int
-    value_width: int
-    key_dtype: torch.dtype
-    value_dtype: torch.dtype
-    device: torch.device
-    latent: bool
-    window: int | None
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
-    """Fixed-size state of one recurrent layer, shapes without the batch axis; recurrent may be absent (short conv)."""
+class Part:
+    """What one mixer of a layer keeps, and the kind of group that this belongs to.
+
+    id: the layer's id in layouts and steps. contents: of attention, keys and values of one token, `[heads, width]` each
+    (MLA: the compressed latent and its rotary part); of a recurrent layer, the conv state and, unless it is a short
+    conv, the recurrent one. window: tokens a query sees (itself included), or None.
+    """
 
     id: int
-    conv_shape: tuple[int, ...]
-    conv_dtype: torch.dtype
-    recurrent_shape: tuple[int, ...] | None
-    recurrent_dtype: torch.dtype | None
+    kind: GroupKind
+    contents: tuple[Content, ...]
     device: torch.device
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
     """One layer of the model: what it caches, if anything. A hybrid layer has both parts."""
 
-    attention: AttentionPart | None = None
-    state: StatePart | None = None
+    attention: Part | None = None
+    state: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,16 @@ class Geometry:
     layers: tuple[LayerGeometry, ...]
 
     @property
-    def attention(self) -> tuple[AttentionPart, ...]:
-        """Every part with per-token rows."""
-        return tuple(layer.attention for layer in self.layers if layer.attention)
-
-    @property
-    def states(self) -> tuple[StatePart, ...]:
-        """Every part with a fixed-size state."""
-        return tuple(layer.state for layer in self.layers if layer.state)
+    def parts(self) -> tuple[Part, ...]:
+        """What all layers keep, recurrent states last."""
+        attention = (layer.attention for layer in self.layers if layer.attention)
+        return (*attention, *(layer.state for layer in self.layers if layer.state))
 
     def specs(self, block_size: int, state_block: int) -> tuple[GroupSpec, ...]:
         """The groups: full, latent, one for each window, recurrent. `state_block`: tokens between two snapshots."""
         members: dict[tuple[GroupKind, int | None], list[int]] = {}
-        for part in self.attention:
-            members.setdefault(_kind(part), []).append(part.id)
-        if self.states:
-            members[GroupKind.RECURRENT, None] = [part.id for part in self.states]
+        for part in self.parts:
+            members.setdefault((part.kind, part.window), []).append(part.id)
         return tuple(
             GroupSpec(
                 name=kind.value if window is None else f"{kind.value}-{window}",
@@ -103,12 +98,6 @@ class Geometry:
             )
             for (kind, window), layers in members.items()
         )
-
-
-def _kind(part: AttentionPart) -> tuple[GroupKind, int | None]:
-    if part.window is not None:
-        return GroupKind.WINDOW, part.window
-    return (GroupKind.LATENT if part.latent else GroupKind.FULL), None
 
 
 def read_geometry(model: PreTrainedModel) -> Geometry:
@@ -126,7 +115,7 @@ def read_geometry(model: PreTrainedModel) -> Geometry:
     latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
     ids = iter(range(2 * len(cache.layers)))
     geometry = Geometry(tuple(_layer(name, index, layer, latent, ids) for index, layer in enumerate(cache.layers)))
-    if not geometry.attention:
+    if not any(layer.attention for layer in geometry.layers):
         raise UnsupportedModel(f"{name}: it has no attention layer, and the engine counts tokens by those")
     return geometry
 
@@ -160,41 +149,30 @@ def _layer(name: str, index: int, layer: AnyLayer, latent: tuple[Any, Any], ids:
     return LayerGeometry(attention, state)
 
 
-def _attention(
-    name: str, index: int, layer: CacheLayerMixin, latent: tuple[Any, Any], ids: Iterator[int]
-) -> AttentionPart:
+def _attention(name: str, index: int, layer: CacheLayerMixin, latent: tuple[Any, Any], ids: Iterator[int]) -> Part:
     keys, values = layer.keys, layer.values
     if keys is None or keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
         raise UnsupportedModel(f"{name}, layer {index}: a forward left no keys and values of the usual shape in it")
-    return AttentionPart(
-        id=next(ids),
-        heads=keys.shape[1],
-        key_width=keys.shape[3],
-        value_width=values.shape[3],
-        key_dtype=keys.dtype,
-        value_dtype=values.dtype,
-        device=keys.device,
-        latent=keys.shape[1] == 1 and (keys.shape[3], values.shape[3]) == latent,
-        window=getattr(layer, "sliding_window", None),
-    )
+    is_latent = keys.shape[1] == 1 and (keys.shape[3], values.shape[3]) == latent
+    kind, window = GroupKind.LATENT if is_latent else GroupKind.FULL, getattr(layer, "sliding_window", None)
+    names = (PlaneKind.LATENT, PlaneKind.ROPE) if is_latent else (PlaneKind.KEY, PlaneKind.VALUE)
+    contents = [
+        Content(name, (rows.shape[1], rows.shape[3]), rows.dtype)
+        for name, rows in zip(names, (keys, values), strict=True)
+    ]
+    return Part(next(ids), kind if window is None else GroupKind.WINDOW, tuple(contents), keys.device, window)
 
 
-def _state(name: str, index: int, layer: LinearAttentionCacheLayerMixin, ids: Iterator[int]) -> StatePart | None:
+def _state(name: str, index: int, layer: LinearAttentionCacheLayerMixin, ids: Iterator[int]) -> Part | None:
     if _all_none(layer.conv_states.values()) and _all_none(layer.recurrent_states.values()):
         return None  # a placeholder of a layer without any mixer
     if layer.number_of_states != 1 or layer.conv_states[0] is None:
         raise UnsupportedModel(
             f"{name}, layer {index}: it keeps {layer.number_of_states} states; one conv state is handled"
         )
-    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
-    return StatePart(
-        id=next(ids),
-        conv_shape=tuple(conv.shape[1:]),
-        conv_dtype=conv.dtype,
-        recurrent_shape=None if recurrent is None else tuple(recurrent.shape[1:]),
-        recurrent_dtype=None if recurrent is None else recurrent.dtype,
-        device=conv.device,
-    )
+    kept = {PlaneKind.CONV: layer.conv_states[0], PlaneKind.STATE: layer.recurrent_states[0]}
+    contents = [Content(kind, tuple(state.shape[1:]), state.dtype) for kind, state in kept.items() if state is not None]
+    return Part(next(ids), GroupKind.RECURRENT, tuple(contents), layer.conv_states[0].device)
 
 
 def _all_none(values: Iterable[object]) -> bool:

@@ -5,33 +5,22 @@ group stays zero: it pads the block tables of ragged batches. Does not know who 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from layercast.connector.transformers.geometry import AttentionPart, Geometry, StatePart
+from layercast.connector.transformers.geometry import Content, Geometry, Part
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import BLOCK, HEAD, TOKEN, Plane, PlaneKind, plane_of_tensor
 
 ALIGN = 16
 CONTENT = "content"
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """One tensor inside a block of one layer."""
-
-    kind: PlaneKind
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    axes: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in a block, rounded up so that the next field is aligned."""
-        return -(-prod(self.shape) * self.dtype.itemsize // ALIGN) * ALIGN
+AXES = {
+    **dict.fromkeys((PlaneKind.LATENT, PlaneKind.ROPE), (BLOCK, TOKEN, CONTENT)),
+    **dict.fromkeys((PlaneKind.CONV, PlaneKind.STATE), (BLOCK, CONTENT)),
+}
+"""Of the kinds that have no heads to cut."""
 
 
 class PagedMemory:
@@ -46,8 +35,7 @@ class PagedMemory:
         self.specs = tuple(specs)
         self.tensors: dict[int, dict[PlaneKind, torch.Tensor]] = {}
         self._bytes: list[list[torch.Tensor]] = []
-        parts: dict[int, AttentionPart | StatePart] = {part.id: part for part in geometry.attention}
-        parts.update({part.id: part for part in geometry.states})
+        parts = {part.id: part for part in geometry.parts}
         planes: list[Plane] = []
         for spec, count in zip(specs, counts, strict=True):
             fields = {layer: _fields(parts[layer], spec.block_size) for layer in spec.layers}
@@ -55,7 +43,7 @@ class PagedMemory:
             self._bytes.append(list(rows.values()))
             for layer, row in rows.items():
                 self.tensors[layer] = _cut(row, fields[layer])
-                planes += [_plane(layer, field, self.tensors[layer][field.kind]) for field in fields[layer]]
+                planes += [_plane(layer, kind, tensor) for kind, tensor in self.tensors[layer].items()]
         self.layout: Layout = layout_of(specs, planes)
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,56 +72,50 @@ def first_block(spec: GroupSpec) -> int:
     return 0 if spec.kind is GroupKind.RECURRENT else 1
 
 
-def _fields(part: AttentionPart | StatePart, block_size: int) -> tuple[_Field, ...]:
-    if isinstance(part, StatePart):
-        conv = _Field(PlaneKind.CONV, part.conv_shape, part.conv_dtype, (CONTENT,))
-        if part.recurrent_shape is None or part.recurrent_dtype is None:
-            return (conv,)
-        return conv, _Field(PlaneKind.STATE, part.recurrent_shape, part.recurrent_dtype, (CONTENT,))
-    kinds = (PlaneKind.LATENT, PlaneKind.ROPE) if part.latent else (PlaneKind.KEY, PlaneKind.VALUE)
-    axes = (TOKEN, CONTENT) if part.latent else (TOKEN, HEAD, CONTENT)
-    return (
-        _Field(kinds[0], (block_size, part.heads, part.key_width), part.key_dtype, axes),
-        _Field(kinds[1], (block_size, part.heads, part.value_width), part.value_dtype, axes),
-    )
+def _fields(part: Part, block_size: int) -> tuple[Content, ...]:
+    """The tensors inside a block of one layer."""
+    if part.kind is GroupKind.RECURRENT:
+        return part.contents
+    return tuple(replace(content, shape=(block_size, *content.shape)) for content in part.contents)
+
+
+def _room(field: Content) -> int:
+    """Bytes of a field in a block, rounded up so that the next one is aligned."""
+    return -(-field.nbytes // ALIGN) * ALIGN
 
 
 def _storage(
-    fields: dict[int, tuple[_Field, ...]], blocks: int, block_major: bool, device: torch.device
+    fields: dict[int, tuple[Content, ...]], blocks: int, block_major: bool, device: torch.device
 ) -> dict[int, torch.Tensor]:
     """Bytes `[blocks, bytes of a block]` of each layer, apart or interleaved by block."""
-    sizes = {layer: sum(field.nbytes for field in fields[layer]) for layer in fields}
+    sizes = {layer: sum(map(_room, fields[layer])) for layer in fields}
     if not block_major:
         return {layer: torch.zeros(blocks, size, dtype=torch.uint8, device=device) for layer, size in sizes.items()}
     whole = torch.zeros(blocks, sum(sizes.values()), dtype=torch.uint8, device=device)
     return dict(zip(sizes, whole.split(list(sizes.values()), dim=1), strict=True))
 
 
-def _cut(row: torch.Tensor, fields: Iterable[_Field]) -> dict[PlaneKind, torch.Tensor]:
+def _cut(row: torch.Tensor, fields: Iterable[Content]) -> dict[PlaneKind, torch.Tensor]:
     """The tensors of one layer as views of its bytes."""
     tensors: dict[PlaneKind, Any] = {}
     at = 0
     for field in fields:
-        payload = row[:, at : at + prod(field.shape) * field.dtype.itemsize]
-        tensors[field.kind] = payload.view(field.dtype).unflatten(1, field.shape)
-        at += field.nbytes
+        tensors[field.kind] = row[:, at : at + field.nbytes].view(field.dtype).unflatten(1, field.shape)
+        at += _room(field)
     return tensors
 
 
-def _plane(layer: int, field: _Field, tensor: torch.Tensor) -> Plane:
+def _plane(layer: int, kind: PlaneKind, tensor: torch.Tensor) -> Plane:
     """The plane of one tensor; axes that may not be cut are joined into one."""
-    seen = tensor
-    if TOKEN not in field.axes:
-        seen = tensor.flatten(1)
-    elif HEAD not in field.axes:
-        seen = tensor.flatten(2)
+    axes = AXES.get(kind, (BLOCK, TOKEN, HEAD, CONTENT))
+    seen = tensor.flatten(len(axes) - 1)
     return plane_of_tensor(
-        name=f"layer {layer} {field.kind.value}",
+        name=f"layer {layer} {kind.value}",
         layer=layer,
-        kind=field.kind,
-        dtype=str(field.dtype).removeprefix("torch."),
+        kind=kind,
+        dtype=str(seen.dtype).removeprefix("torch."),
         address=seen.data_ptr(),
         shape=tuple(seen.shape),
         strides=tuple(seen.stride()),
-        axes=(BLOCK, *field.axes),
+        axes=axes,
     )

@@ -5,11 +5,6 @@ import torch
 from layercast.connector.transformers.requests import Params
 
 
-def generator_of(params: Params) -> torch.Generator:
-    """The request's own source of randomness."""
-    return torch.Generator().manual_seed(params.seed)
-
-
 def next_token(logits: torch.Tensor, params: Params, generator: torch.Generator) -> int:
     """One token id from `logits` `[vocabulary]`: the largest at temperature 0, else drawn from the top-p nucleus."""
     if params.temperature == 0:

@@ -43,12 +43,6 @@ class Scheduler:
         self._waited = False
         """Whether the last look found nothing to run."""
 
-    @property
-    def requests(self) -> list[Request]:
-        """All requests that have not ended."""
-        prefilling = [self._prefilling] if self._prefilling else []
-        return [*self._running, *prefilling, *self._receiving, *self._sending, *self._waiting]
-
     def add(self, request: Request) -> None:
         """Queue a request in order of arrival."""
         insort(self._waiting, request, key=lambda waiting: waiting.arrival)

@@ -5,7 +5,7 @@ request lets go at once, and the block is free when its last copy has ended. Doe
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from layercast.connector.transformers.allocator import BlockAllocator
 from layercast.errors import BadTransition, Refused
@@ -26,10 +26,10 @@ class BlockTables:
     state: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Hold:
+    pairs: tuple[BlockPairs, ...]
     lasting: bool
-    blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
 
 class BlockSpace:
@@ -63,8 +63,8 @@ class BlockSpace:
         """Whether copies that will be reported soon hold over a quarter of some group's blocks."""
         counts = [0] * len(self.specs)
         for hold in self._holds.values():
-            for group, blocks in () if hold.lasting else hold.blocks:
-                counts[group] += len(blocks)
+            for pair in () if hold.lasting else hold.pairs:
+                counts[pair.group] += len(pair.blocks)
         return any(
             4 * count > allocator.count
             for index, (count, allocator) in enumerate(zip(counts, self.allocators, strict=True))
@@ -159,16 +159,15 @@ class BlockSpace:
         """Hold the engine blocks that an order names until `ended`. lasting: a peer decides how long that takes."""
         if order in self._holds:
             raise BadTransition(f"order {order!r} is under way already; an order's id is used once")
-        hold = self._holds[order] = _Hold(lasting)
-        for pair in pairs:
+        hold = self._holds[order] = _Hold(tuple(pairs), lasting)
+        for pair in hold.pairs:
             self.allocators[pair.group].hold(pair.blocks)
-            hold.blocks.append((pair.group, pair.blocks))
 
     def ended(self, order: str) -> None:
         """The order's copies have ended. An order that holds nothing is none of ours: nothing happens."""
         hold = self._holds.pop(order, None)
-        for group, blocks in hold.blocks if hold else ():
-            self._release(group, blocks)
+        for pair in hold.pairs if hold else ():
+            self._release(pair.group, pair.blocks)
 
     def _drop(self, group: int, table: Table, indices: Iterable[int]) -> None:
         gone = [at for at in indices if table[at] is not None]

@@ -18,7 +18,7 @@ class Forwards:
     """The forward to come, and those under way: at most `depth`. most_tokens: that one takes."""
 
     def __init__(self, most_tokens: int, depth: int) -> None:
-        self.most_tokens = most_tokens
+        self.most_tokens, self.depth = most_tokens, depth
         self.coming: dict[str, LoadOrder] = {}
         """Loads that were said to have come, and are not known to have ended on every rank, by request."""
         self.reading: set[str] = set()

@@ -87,7 +87,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._facts.update(facts)
         if self.side is None and len(self._facts) == self._vllm_config.parallel_config.tensor_parallel_size:
             ranks = [self._facts[rank] for rank in sorted(self._facts)]
-            self.side = scheduler_side(ranks, self.config, shared_blocks=True, in_forward=not self._background)
+            self.side = scheduler_side(ranks, self.config, True, not self._background, self._forwards.depth)
             if events.wanted(self._vllm_config):
                 self.side.directory.record()
 

@@ -1,9 +1,10 @@
 """A model of a link: how long bytes have to wait so that no more than a given rate passes.
 
-For measuring overlap on a machine whose loopback is faster than the link of interest. Whatever is reported from it has
-to say that it was paced.
+For measuring overlap on a machine whose memory or loopback is faster than the link of interest. Whatever is reported
+from it has to say that it was paced. Does not know how the bytes are moved.
 """
 
+import math
 import threading
 import time
 
@@ -14,11 +15,11 @@ _CHUNK_S = 0.001
 
 
 class Link:
-    """At most `gbps` gigabits (of 125e6 bytes) a second over all connections."""
+    """At most `gbps` gigabits (of 125e6 bytes) a second over all who share it."""
 
     def __init__(self, gbps: float) -> None:
-        if not gbps > 0:
-            raise BadSetting(f"link_gbps = {gbps}: a link carries more than 0 gigabits a second")
+        if not 0 < gbps < math.inf:
+            raise BadSetting(f"link_gbps = {gbps}: a link carries more than 0 gigabits a second, not endlessly many")
         self._rate = gbps * BYTES_PER_GBIT
         self.chunk = max(1, int(self._rate * _CHUNK_S))
         """Bytes to send at a time so that they spread over time."""
