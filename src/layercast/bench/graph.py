@@ -132,10 +132,10 @@ class _Captured:
             graph.replay()
         if load:
             flags = [self.gate.flag(layer) for layer in layers]
-            for layer, flight in enumerate(self.mover.submit_all(self.here.lists(up=True), flags=flags)):
+            for layer, flight in enumerate(self.mover.submit_all([*self.here.step(up=True)], flags=flags)):
                 self.gate.open(layer, flight)
         if save:
-            out = self.here.lists(up=False, tokens=self.forward.new)
+            out = [*self.here.step(up=False, tokens=self.forward.new)]
             saves = self.mover.submit_all(out, behind=[self.progress.flag(layer) for layer in layers])
         self.stream.synchronize()
         took = (time.perf_counter() - began) * 1e3

@@ -26,7 +26,7 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
-from layercast.plan.pieces import Pieces, Route, route_between
+from layercast.plan.pieces import CopyPlan, Pieces, Route, Series, route_between
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 from layercast.store.slab import Slab, slab_bytes
@@ -138,16 +138,15 @@ class Ground:
         """The slab's address."""
         return self.slab.layout.groups[0].planes_of(0)[0].base
 
-    def lists(self, *, up: bool, tokens: int | None = None, halves: bool = False) -> list[Pieces]:
-        """Plan a step: its pieces, layer by layer. tokens: the first so many; None = all.
+    def step(self, *, up: bool, tokens: int | None = None, halves: bool = False) -> Series:
+        """Plan a step as a worker does: its pieces, and where they lie in each layer. tokens: the first so many.
 
         halves: K and V of a block as two pieces each that lie apart.
         """
         count = self.blocks if tokens is None else max(1, tokens // self.shape.block)
         ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
-        plan = self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots)
-        lists = [plan.layer(layer) for layer in range(self.shape.layers)]
-        return [_halves(pieces) for pieces in lists] if halves else lists
+        series = layer_by_layer(self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots))
+        return msgspec.structs.replace(series, pieces=_halves(series.pieces)) if halves else series
 
     def wanted(self, layer: int) -> npt.NDArray[np.int32]:
         """What the slots hold of one layer, int32 [blocks, words], in the order of `ids`."""
@@ -165,12 +164,12 @@ class Ground:
         """Whether every block of the first, a middle and the last layer is what its slot holds, bit for bit."""
         return all(np.array_equal(found[self.ids], self.wanted(n)) for n, found in self._probes())
 
-    def in_order(self) -> list[Pieces]:
+    def in_order(self) -> Series:
         """A piece a layer: its whole memory into the pool's first blocks, whatever slots and blocks were chosen."""
         step, zero = self.blocks * self.shape.block_bytes, np.zeros(1, np.int64)
         one = Pieces.plain(zero, zero, np.array([step], np.int64))
         ends = [(self.base + n * step, pool.data_ptr()) for n, pool in enumerate(self.pools)]
-        return [msgspec.structs.replace(one, shift=shift) for shift in ends]
+        return Series(one, np.array(ends), tuple(range(len(ends))))
 
     def arrived_in_order(self) -> bool:
         """Whether the first, a middle and the last layer are what `in_order` brings, bit for bit."""
@@ -276,6 +275,12 @@ def engine_layout(shape: Shape, pools: Sequence[torch.Tensor]) -> Layout:
         for n, pool in enumerate(pools)
     ]
     return layout_of([GroupSpec("full", GroupKind.FULL, shape.block, tuple(range(shape.layers)))], planes)
+
+
+def layer_by_layer(plan: CopyPlan) -> Series:
+    """What a plan moves, one layer a turn; for layers that are alike."""
+    ((_, series, _),) = plan.series(tuple((layer,) for layer in plan.layers))
+    return series
 
 
 def _halves(pieces: Pieces) -> Pieces:

@@ -14,7 +14,7 @@ from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates
 from layercast.bench.rivals import Rival, rivals
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
-from layercast.plan.pieces import Pieces
+from layercast.plan.pieces import Series
 
 PRODUCTS = 300
 """Matrix products in a row: 105 ms of an H100."""
@@ -41,22 +41,22 @@ def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bo
         for name, up in DIRECTIONS.items():
             ways = _ways(here, movers, others, up=up)
             if not brief:
-                halves = here.lists(up=up, halves=True)
-                ways["layercast, Python loop"] = whole(mover(plain=True), here.lists(up=up))
+                halves = here.step(up=up, halves=True)
+                ways["layercast, Python loop"] = whole(mover(plain=True), here.step(up=up))
                 ways |= {f"{each}, K and V apart": whole(way, halves) for each, way in movers.items()}
             yield quiet(here, f"{name}, {about}", ways, repeats, checks, absent)
         for name, up in DIRECTIONS.items():
             ways = _ways(here, movers, others, up=up)
             ways.pop("one copy a block", None)
             if not brief:
-                ways["layercast, K and V apart"] = whole(movers["layercast"], here.lists(up=up, halves=True))
+                ways["layercast, K and V apart"] = whole(movers["layercast"], here.step(up=up, halves=True))
             yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, absent)
 
 
 def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], *, up: bool) -> dict[str, Start]:
     """The limit, what movers do, and what rivals do."""
-    lists = here.lists(up=up)
-    ways = {name: whole(mover, lists) for name, mover in movers.items()}
+    step = here.step(up=up)
+    ways = {name: whole(mover, step) for name, mover in movers.items()}
     return {
         "contiguous": here.contiguous(up=up),
         **ways,
@@ -64,11 +64,11 @@ def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], 
     }
 
 
-def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
+def whole(mover: CudaMover, step: Series) -> Start:
     """All layers in one order."""
 
     def start() -> Callable[[], None]:
-        flight = mover.submit_all(lists)[-1]
+        flight = mover.submit_all([step])[0]
         return lambda: flight.wait(SOON_S)
 
     return start
@@ -77,12 +77,12 @@ def whole(mover: CudaMover, lists: list[Pieces]) -> Start:
 def bit_equal(here: Ground, mover: CudaMover) -> bool:
     """Whether a load and a save bring every bit."""
     here.blank()
-    mover.submit_all(here.lists(up=True))[-1].wait(SOON_S)
+    mover.submit_all([here.step(up=True)])[0].wait(SOON_S)
     if not here.arrived():
         return False
     kept = here.host.copy()
     here.host[:] = 0
-    mover.submit_all(here.lists(up=False))[-1].wait(SOON_S)
+    mover.submit_all([here.step(up=False)])[0].wait(SOON_S)
     same = bool(np.array_equal(kept, here.host))
     here.host[:] = kept
     return same

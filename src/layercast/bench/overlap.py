@@ -14,7 +14,7 @@ from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_flights import CudaFlight
 from layercast.move.cuda_gates import CudaGate
-from layercast.plan.pieces import Pieces
+from layercast.plan.pieces import Series
 
 LONG = 100_000
 """Cached tokens from which a round takes seconds, so that few must do."""
@@ -79,22 +79,20 @@ class Run:
 
     def bulk(self) -> None:
         """All layers first, then the forward."""
-        self.auto.submit_all(self.here.lists(up=True))[-1].wait(SOON_S)
+        self.auto.submit_all([self.here.step(up=True)])[0].wait(SOON_S)
         self.forward()
 
     def layerwise(self, mover: CudaMover, written: Hook | None = None) -> None:
         """Plan, order all layers, and go: each layer waits for its own."""
-        self.order(mover, self.here.lists(up=True))
+        self.order(mover, self.here.step(up=True))
         self.forward(self.passed, written)
 
-    def order(self, mover: CudaMover, lists: Sequence[Pieces]) -> Sequence[CudaFlight]:
+    def order(self, mover: CudaMover, step: Series) -> CudaFlight:
         """Order the loads of all layers behind the stream's work, each with its gate."""
         mark = mover.mark()
-        self.gate.arm(dict.fromkeys(range(len(lists)), 1))
-        flights = mover.submit_all(lists, after=[[mark]] * len(lists))
-        for layer, flight in enumerate(flights):
-            self.gate.open(layer, flight)
-        return flights
+        (flight,) = mover.submit_all([step], after=[[mark]])
+        self.gate.arm_behind({}, [({layer: layer for layer in range(len(step))}, flight)])
+        return flight
 
     def passed(self, layer: int) -> None:
         """The hook before a layer reads its blocks."""
@@ -105,11 +103,11 @@ class Run:
         self.order(mover, self.in_order)
         self.forward(self.passed)
 
-    def timeline(self, mover: CudaMover, lists: Callable[[], Sequence[Pieces]]) -> Timeline:
+    def timeline(self, mover: CudaMover, step: Callable[[], Series]) -> Timeline:
         """When what happened in the middle one of a few layerwise runs."""
-        return sorted((self._traced(mover, lists) for _ in range(TRACED)), key=lambda line: line.done)[TRACED // 2]
+        return sorted((self._traced(mover, step) for _ in range(TRACED)), key=lambda line: line.done)[TRACED // 2]
 
-    def _traced(self, mover: CudaMover, lists: Callable[[], Sequence[Pieces]]) -> Timeline:
+    def _traced(self, mover: CudaMover, step: Callable[[], Series]) -> Timeline:
         """Planning counts. A stream that waits for each layer in turn tells when it had landed."""
         layers, device = range(self.here.shape.layers), self.here.device
         start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -125,11 +123,12 @@ class Run:
             nonlocal ordered
             since = time.perf_counter()
             start.record()
-            flights = self.order(mover, lists())
+            flight = self.order(mover, step())
             ordered = (time.perf_counter() - since) * 1e3
             clock = device.copying.cuda_stream
-            for flight, event in zip(flights, landed, strict=True):
-                device.driver.stream_waits_for_value(clock, flight.wave.tally.address, flight.number)
+            for layer, event in enumerate(landed):
+                part = flight.part(layer)
+                device.driver.stream_waits_for_value(clock, part.wave.tally.address, part.number)
                 event.record(device.copying)
             self.forward(gate)
             done.record()
@@ -149,7 +148,7 @@ class Run:
         """Layerwise, and what is new goes out behind each layer; ms until the forward is done."""
         stream, driver = self.here.device.compute.cuda_stream, self.here.device.driver
         at = [self.progress.data_ptr() + 4 * layer for layer in range(self.here.shape.layers)]
-        out = self.here.lists(up=False, tokens=self.forward.new)
+        out = [*self.here.step(up=False, tokens=self.forward.new)]
         saves: Sequence[CudaFlight] = ()
         self.progress.zero_()
 
@@ -179,7 +178,7 @@ def first_tokens(run: Run, repeats: int, *, brief: bool = False) -> Table:
     checks = {f"{name}: every block read as saved": run.reads_right(mover) for name, mover in movers.items()}
     timelines = dict[str, Timeline]()
     if not brief:
-        timelines["layerwise"] = run.timeline(run.auto, lambda: run.here.lists(up=True))
+        timelines["layerwise"] = run.timeline(run.auto, lambda: run.here.step(up=True))
     if (whole := run.whole) is not None:
         if not brief:
             timelines[LIMIT] = run.timeline(whole, lambda: run.in_order)
@@ -243,12 +242,12 @@ def beside_python(run: Run, repeats: int) -> Table:
 
 def _issue_to_landed(run: Run, mover: CudaMover) -> float:
     """ms from an event before the order to one behind the last copy, as the device sees it."""
-    lists, stream = run.here.lists(up=True), run.here.device.copying
+    step, stream = run.here.step(up=True), run.here.device.copying
     torch.cuda.synchronize()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run.gate.arm({0: 1})
     first.record(stream)
-    flight = mover.submit_all(lists)[-1]
+    (flight,) = mover.submit_all([step])
     run.gate.open(0, flight)
     with torch.cuda.stream(stream):
         run.gate.wait(0, SOON_S)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground
+from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground, layer_by_layer
 from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, spread, timed_in_turn
 from layercast.move.costs import Way
@@ -16,7 +16,7 @@ from layercast.move.cuda import CudaMover
 from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, delayed
 from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
-from layercast.plan.pieces import Pieces, route_between
+from layercast.plan.pieces import Series, route_between
 
 PROGRAMS = (16, 32, 64, 96, 132)
 """Numbers of the kernel's programs to compare with the number that the mover takes."""
@@ -44,13 +44,13 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     from_, to = choose.permutation(size[0])[:blocks], choose.permutation(size[0])[:blocks]
     groups = [engine_layout(shape, pools).groups[0] for pools in (sources, targets)]
     plan = route_between(groups[0], groups[1]).plan(from_.tolist(), to.tolist())
-    lists = [plan.layer(layer) for layer in range(shape.layers)]
+    step = layer_by_layer(plan)
     movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
     torch.cuda.set_device(device.number)
     ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}
-    ways |= {name: whole(mover, lists) for name, mover in movers.items()}
+    ways |= {name: whole(mover, step) for name, mover in movers.items()}
     if device.kernel is not None:
-        ways |= {f"kernel, {programs} programs": _kernel(device, lists, programs) for programs in PROGRAMS}
+        ways |= {f"kernel, {programs} programs": _kernel(device, step, programs) for programs in PROGRAMS}
     took = timed_in_turn(ways, repeats, torch.cuda.synchronize)
     nbytes = shape.layers * blocks * shape.block_bytes
     rows = {name: rates(runs, nbytes, shape.layers) for name, runs in took.items()}
@@ -58,8 +58,7 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     for row in rows.values():
         row["of best kernel"] = row["GB/s"] / rows[best]["GB/s"]
     checks = {
-        f"{name}: bit equal": _bit_equal(mover, lists, (sources, from_), (targets, to))
-        for name, mover in movers.items()
+        f"{name}: bit equal": _bit_equal(mover, step, (sources, from_), (targets, to)) for name, mover in movers.items()
     }
     for mover in movers.values():
         mover.close(SOON_S)
@@ -72,7 +71,7 @@ def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) 
     with ExitStack() as stack:
         grounds = [stack.enter_context(ground(device, shape, tokens)) for device in devices]
         movers = [device.mover() for device in devices]
-        lists = [here.lists(up=True) for here in grounds]
+        steps = [here.step(up=True) for here in grounds]
 
         def load(count: int, stagger_us: float) -> list[float]:
             """ms from its start to the landing, for each of the first devices; then from the first's to the last's."""
@@ -85,7 +84,7 @@ def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) 
                 ends[rank].land()
 
             def start(rank: int) -> None:
-                movers[rank].submit_all(lists[rank])[-1].then(lambda _: end(rank))
+                movers[rank].submit_all([steps[rank]])[0].then(lambda _: end(rank))
 
             began = time.perf_counter()
             for rank in range(count):
@@ -130,11 +129,11 @@ def _contiguous(device: Device, sources: list[torch.Tensor], targets: list[torch
     return start
 
 
-def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
+def _kernel(device: Device, step: Series, programs: int) -> Start:
     """The kernel itself, with tables that are on the device already, launched by torch's thread."""
     from layercast.move.kernels.pieces_triton import copy_pieces
 
-    layers = [rows_of([pieces]) for pieces in lists]
+    layers = [rows_of([pieces]) for pieces in step]
     tables = [
         torch.from_numpy(table_of(rows.source, rows.target, rows.length)[0]).to(device.copying.device)
         for rows in layers
@@ -152,7 +151,7 @@ def _kernel(device: Device, lists: list[Pieces], programs: int) -> Start:
 
 def _bit_equal(
     mover: CudaMover,
-    lists: list[Pieces],
+    step: Series,
     source: tuple[list[torch.Tensor], Ints],
     target: tuple[list[torch.Tensor], Ints],
 ) -> bool:
@@ -160,7 +159,7 @@ def _bit_equal(
     for pool in target[0]:
         pool.zero_()
         torch.cuda.synchronize(pool.device)
-    mover.submit_all(lists)[-1].wait(SOON_S)
+    mover.submit_all([step])[0].wait(SOON_S)
     (sources, from_), (targets, to) = source, target
     return all(
         torch.equal(
