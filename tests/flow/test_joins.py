@@ -10,8 +10,10 @@ import pytest
 
 from layercast.config import Config
 from layercast.errors import LayercastError
+from layercast.flow import issue
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
+from layercast.flow.runs import LoadRun
 from layercast.flow.worker import Worker
 from layercast.move.base import MoverOver
 from layercast.move.cpu import CpuMover
@@ -128,6 +130,24 @@ def test_a_load_that_hides_nothing_has_come_once_all_of_it_has():
         assert all(right(engine, layer) for layer in range(LAYERS))
 
 
+def test_one_behind_others_has_come_once_these_leave_time_for_what_is_left_of_it():
+    """Else all that are queued would have come at once, and the forward that joins them would wait for them all."""
+    with worker_of(layerwise_prefetch_layers=1) as (worker, _, mover):
+        orders = [load(str(at), (2 * at, 2 * at + 1), LAYERS) for at in range(3)]
+        worker.begin(StepOrders(1, background=tuple(orders))).end()
+        assert worker.awaited() == [("0", LoadEnd.LANDED)]
+        assert worker.awaited() == []
+        for windows in range(1, LAYERS):
+            mover.go()
+            landed(worker, orders[0], windows)
+            assert worker.awaited() == []
+        mover.go()
+        landed(worker, orders[0], LAYERS)
+        assert worker.awaited() == [("1", LoadEnd.LANDED)]
+        worker.abort("1")
+        assert worker.awaited() == [("2", LoadEnd.LANDED)]
+
+
 def said(worker, mover, order, windows=LAYERS - 2):
     start(worker, order)
     for number in range(windows):
@@ -198,6 +218,50 @@ def test_what_is_left_goes_before_other_background_loads_once_a_forward_waits_fo
             assert right(engine, layer)
         assert not step.end().failed
         assert not right(engine, 1, (4, 5))
+
+
+def test_all_that_a_forward_waits_for_is_handed_to_a_device_in_the_order_of_its_layers(monkeypatch):
+    monkeypatch.setattr(HeldMover, "whole_steps", True)
+    monkeypatch.setattr(issue, "AHEAD_BYTES", 0)  # so that nothing is under way
+    with worker_of(layerwise_prefetch_layers=1) as (worker, *_):
+        start(worker, load(windows_hidden=LAYERS))
+        assert worker.awaited() == [("hit", LoadEnd.LANDED)]
+        submit, handed = worker.issuer._submit, []
+        monkeypatch.setattr(worker.issuer, "_submit", lambda batches: (handed.extend(batches), submit(batches)))
+        worker.begin(StepOrders(2, loads=(load("new", (2, 3)),), joins=("hit",)))
+        expected = [(layer, name) for layer in range(LAYERS) for name in ("new", "hit")]
+        assert [(batch.layers[0], batch.owner) for batch in handed] == expected
+
+
+class Turn(LoadRun):
+    """One whose last copies break while it is being looked at, as another thread may have its turn at any time."""
+
+    @property
+    def settled(self):
+        if not super().settled:
+            self.mover.go(LAYERS, broken=True)
+            self.overseer.issuer.wait_idle(5)
+        return super().settled
+
+
+@pytest.mark.parametrize("moment", ["as it is said", "as the next ones are said", "as it is joined"])
+def test_one_that_fails_in_whatever_moment_fails_the_forward_that_joins_it(moment, monkeypatch):
+    with worker_of(layerwise_prefetch_layers=LAYERS) as (worker, _, mover):
+        start(worker, load(windows_hidden=LAYERS))
+        monkeypatch.setattr(Turn, "mover", mover, raising=False)
+        (run,) = worker._loads
+        if moment == "as it is said":
+            run.__class__ = Turn
+        said_to_have_come = worker.awaited()
+        run.__class__ = Turn
+        if moment == "as the next ones are said":
+            assert worker.awaited() == []
+        if said_to_have_come == [("hit", LoadEnd.LANDED)]:
+            assert worker.begin(StepOrders(2, joins=("hit",))).end().failed == ("hit",)
+        else:
+            assert said_to_have_come == [("hit", LoadEnd.LOST)]
+        assert worker.idle or [load.end for load in worker.report(3).loads] == [LoadEnd.LOST]
+        assert worker.idle
 
 
 def test_one_that_fails_after_it_was_said_to_have_come_fails_the_forward_that_joins_it_and_is_not_told_before():

@@ -86,6 +86,15 @@ def test_what_the_coming_forward_loads_already_counts():
     assert choose(rest=2048, company=Company(1, 4 * BYTES, 4 * 2048)).mode is Mode.LAYERWISE
 
 
+def test_a_load_behind_others_is_not_made_where_computing_beside_them_is_faster():
+    """The second of two hits in a forward: its bytes would come behind the first's, while nothing computes."""
+    slow = Estimate(link_bytes_per_s=BYTES / 0.27, token_s=40e-6, forward_s=7e-3)
+    assert choose(estimate=slow).mode is Mode.LAYERWISE
+    second = choose(estimate=slow, company=Company(0, BYTES, 512))
+    assert second.mode is Mode.RECOMPUTE
+    assert "with a load (layerwise) 540 ms" in second.reason
+
+
 def test_where_no_load_may_be_in_a_forward_it_is_in_the_background():
     assert choose(in_forward=False).mode is Mode.BACKGROUND
     assert choose(in_forward=False, use_layerwise=False) == Decision(
@@ -108,23 +117,38 @@ def test_a_short_hit_is_not_parked_for_nothing():
     forward_s=st.floats(1e-5, 1e-1),
     layerwise=st.booleans(),
     window=st.integers(1, 40),
+    told_ahead=st.integers(0, 3),
+    others_bytes=st.just(0) | st.integers(0, 1 << 34),
+    others_tokens=st.integers(0, 8192),
 )
 def test_nobody_waits_longer_than_allowed_and_no_answer_comes_later_than_without_a_load(
-    tokens, rest, token_bytes, running, link, token_s, forward_s, layerwise, window
+    tokens,
+    rest,
+    token_bytes,
+    running,
+    link,
+    token_s,
+    forward_s,
+    layerwise,
+    window,
+    told_ahead,
+    others_bytes,
+    others_tokens,
 ):
     costs, nbytes = Estimate(link, token_s, forward_s), tokens * token_bytes
-    decision = choose(
-        tokens, nbytes=nbytes, rest=rest, running=running, estimate=costs, use_layerwise=layerwise, window=window
-    )
-    transfer_s, rest_s = costs.transfer_s(nbytes), costs.compute_s(rest)
+    rules = {"use_layerwise": layerwise, "window": window, "told_ahead": told_ahead}
+    company = Company(running, others_bytes, others_tokens)
+    decision = choose(tokens, nbytes=nbytes, rest=rest, company=company, estimate=costs, **rules)
     if decision.mode is Mode.RECOMPUTE:
         return
+    transfer_s, rest_s = costs.transfer_s(others_bytes + nbytes), costs.compute_s(others_tokens + rest)
     if running and decision.mode is Mode.LAYERWISE:
         assert transfer_s - rest_s <= RULES.exposed_s + 1e-9
     if running and decision.mode is Mode.BULK:
         assert transfer_s <= RULES.exposed_s + 1e-9
     if decision.mode is Mode.BACKGROUND_LAYERWISE:
-        later_s = rest_s + RULES.told_ahead * forward_s + RULES.exposed_s
-        assert 0 < decision.hidden_bytes <= min(nbytes, later_s * link)
-    best_s = max(transfer_s, rest_s)
-    assert best_s <= costs.compute_s(tokens + rest) or tokens < RULES.threshold
+        later_s = rest_s + told_ahead * forward_s + RULES.exposed_s
+        assert 0 < decision.hidden_bytes <= min(nbytes, later_s * link - others_bytes + 1)
+    best_s = max(transfer_s, told_ahead * forward_s * decision.parked + costs.compute_s(rest))
+    alone_s = max(costs.transfer_s(others_bytes), costs.compute_s(others_tokens + tokens + rest))
+    assert best_s <= alone_s or tokens < RULES.threshold

@@ -119,12 +119,6 @@ class Issuer:
                 self._loads.push(batch, layer=behind or batch.layers[0], owner=batch.owner)
         self._pump()
 
-    def hasten(self, owner: str) -> None:
-        """From now on layers wait for what is still queued of a background load."""
-        with self._lock:
-            queued = self._loads.remove(owner)
-        self.add_loads(queued)
-
     def add_saves(self, batches: Sequence[Batch]) -> None:
         """Queue batches that nobody waits for."""
         if self._mover.whole_steps:

@@ -22,7 +22,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     id: unique for each attempt (a preempted and resumed request has two). tokens: what was promised.
     window: layers moved together; 0 = all (bulk). hidden_bytes: in the background, the load is said to have come once
-    no more than these are left; the rest lands inside the forwards that follow (`StepOrders.joins`).
+    no more than these are left of it and of those before it; the forwards that follow wait for it (`StepOrders.joins`).
     """
 
     id: str

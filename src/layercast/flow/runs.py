@@ -113,11 +113,14 @@ class LoadRun:
             return dict(self._left)
 
     @property
-    def hidden(self) -> bool:
-        """Whether it has settled, or what is left is no more than will hide behind a forward."""
-        order = self.order
-        early = isinstance(order, LoadOrder) and order.hidden_bytes
-        return self.settled or (bool(early) and self.left_bytes <= early)
+    def landed(self) -> bool:
+        """Whether all of it is in place. In this order: a verdict comes before the count of what it is on."""
+        return self.settled and self.end is None
+
+    def hidden(self, before: int) -> bool:
+        """Whether it has settled, or what is left of it and of `before` bytes that come first may come later."""
+        early = self.order.hidden_bytes if isinstance(self.order, LoadOrder) else 0
+        return self.settled or (early > 0 and before + self.left_bytes <= early)
 
     @property
     def left_bytes(self) -> int:

@@ -109,10 +109,9 @@ class Worker:
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
-        if loads:
-            self.issuer.add_loads([*itertools.chain(*loads.values())])
-        for run in joined:
-            self.issuer.hasten(run.id)
+        queued = [self.issuer.drop(run.id) for run in joined]
+        if loads or joined:  # together, as each layer waits for all of them
+            self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)])
         for run, flights in arrivals.items():
             _follow(run, flights)
         if background:
@@ -160,20 +159,25 @@ class Worker:
     def awaited(self) -> list[tuple[str, LoadEnd]]:
         """(request, end) of the background loads that are over since the last call, for better or worse.
 
-        One whose rest will hide behind the next forward counts as landed: the forwards that name it in their `joins`
-        wait for the rest. A failed one may still be landing: its blocks are quiet only once its outcome has been
-        reported.
+        One whose rest may come later counts as landed, once the loads before it leave time for that: the forwards that
+        name it in their `joins` wait for the rest. A failed one may still be landing: its blocks are quiet only once
+        its outcome has been reported.
         """
         now = time.monotonic()
         for run in self._background:
             first_s = run.clocking.first_s
             if first_s is not None and now - first_s > self.ways.config.lease_s:
                 run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
-        over = [run for run in self._background if run.end is not None or run.hidden]
+        over, before = dict[LoadRun, LoadEnd | None](), 0
+        for run in dict.fromkeys((*self._loads, *self._background)):  # in the order in which they come
+            end = run.end  # once, as it may fail at any time: what is said to have come is what a forward is to join
+            if run in self._background and (end is not None or run.hidden(before)):
+                over[run] = end
+            before += run.left_bytes if end is None else 0
         self._background = [run for run in self._background if run not in over]
-        self._said = [run for run in self._said if run.end is not None or not run.settled]
-        self._said += [run for run in over if run.end is None and not run.settled]
-        return [(run.order.request, run.end or LoadEnd.LANDED) for run in over]
+        self._said += [run for run, end in over.items() if end is None]
+        self._said = [run for run in self._said if not run.landed]
+        return [(run.order.request, end or LoadEnd.LANDED) for run, end in over.items()]
 
     def quiet(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
@@ -217,7 +221,7 @@ class Worker:
         """Loads that were said to have come, and that the next forward has to wait for or has to fail with."""
         named = [run for run in self._said if run.order.request in requests]
         self._said = [run for run in self._said if run not in named]
-        return [run for run in named if run.end is not None or not run.settled]
+        return [run for run in named if not run.landed]
 
     def _receive(self, order: ReceiveOrder) -> tuple[LoadRun, dict[Batch, Flight]]:
         """A push is followed, not moved: one empty batch a layer, whose flight ends when the peer's bytes are in."""

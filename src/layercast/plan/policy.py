@@ -104,7 +104,8 @@ def decide(hit: Hit, rules: Rules, company: Company = ALONE, estimate: Estimate 
     decision = _loaded(hit, rules, company, estimate)
     if estimate is None or not rules.threshold:
         return decision
-    loading, computing = _answer_s(hit, decision, rules, estimate), estimate.compute_s(hit.tokens + hit.rest)
+    loading = _answer_s(hit, decision, rules, company, estimate)
+    computing = max(estimate.transfer_s(company.nbytes), estimate.compute_s(company.tokens + hit.tokens + hit.rest))
     if loading > computing:
         reason = f"computing all of it takes {_ms(computing)}, with a load ({decision.mode}) {_ms(loading)}"
         return Decision(Mode.RECOMPUTE, 0, reason)
@@ -138,9 +139,13 @@ def _loaded(hit: Hit, rules: Rules, company: Company, estimate: Estimate | None)
     return Decision(Mode.BACKGROUND_LAYERWISE, window, f"{sees}; the last {hidden} bytes may come later", hidden)
 
 
-def _answer_s(hit: Hit, decision: Decision, rules: Rules, estimate: Estimate) -> float:
-    """Seconds to the first token with that load. A request that was parked waits for the forwards under way."""
-    transfer_s, rest_s = estimate.transfer_s(hit.nbytes), estimate.compute_s(hit.rest)
+def _answer_s(hit: Hit, decision: Decision, rules: Rules, company: Company, estimate: Estimate) -> float:
+    """Seconds to the first token with that load, whose bytes come behind those that the coming forward loads.
+
+    A request that was parked waits for the forwards under way, and is not in the coming one.
+    """
+    transfer_s = estimate.transfer_s(company.nbytes + hit.nbytes)
+    rest_s = estimate.compute_s(hit.rest if decision.parked else company.tokens + hit.rest)
     parked_s = rules.told_ahead * estimate.forward_s if decision.parked else 0.0
     if decision.mode in (Mode.LAYERWISE, Mode.BACKGROUND_LAYERWISE):
         return max(transfer_s, parked_s + rest_s)

@@ -1,4 +1,5 @@
-"""vLLM's schedulers over forwards on paper: loads that fail inside them, with steps in flight, preemptions and aborts.
+"""vLLM's schedulers over forwards on paper: loads that fail inside them, before or after they were said to have come,
+on any rank, with steps in flight, preemptions and aborts.
 
 A token's KV is a digest of the KV before it and of the token; the next token is a digest of the last KV. So a byte that
 was never loaded shows in what is delivered. Usage: FOLDER SCHEDULES
@@ -8,8 +9,10 @@ import random
 import sys
 from types import SimpleNamespace
 
+import msgspec
 from lab import BLOCK, Engine, model, prompt, tell
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -21,7 +24,7 @@ from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.plan.policy import ALONE
 
 PROMPTS, TOKENS, LIMIT = 6, 12, 3000
-BLOCKS, LENGTH, CHUNK = 19, 320, 64
+BLOCKS, LENGTH, CHUNK = 15, 320, 64
 
 
 def digest(before, token):
@@ -47,40 +50,116 @@ def answer_to(ids, tokens):
     return out
 
 
-class Forwards:
-    """A model runner. positions: whether it keeps requests' positions itself, as vLLM's second runner does."""
+class Rank:
+    """One rank's worker: it does what all are ordered to, in its own time. faults: how often a load fails."""
 
-    def __init__(self, draw, positions, faults):
-        self.draw, self.positions, self.faults = draw, positions, faults
-        self.kv, self.slots, self.requests, self.coming, self.loads = {}, {}, {}, [], 0
+    def __init__(self, number, draw, faults):
+        self.number, self.draw, self.faults = number, draw, faults
+        self.kv, self.slots, self.coming, self.said = {}, {}, [], {}
+        """said: loads that were said to have come while they were landing, and the ends of those that have failed."""
+        self.later, self.late, self.loads, self.joined = [], [], 0, 0
+        """Ends that are told a step later, and loads whose failure is: it was in a layer of a draft."""
 
-    def run(self, output):
-        """The step's tokens, and what the connector's workers report."""
-        self._take(output)
-        orders = output.kv_connector_metadata.orders
-        report, lost = ([], [], set()), set(output.kv_connector_metadata.lost_blocks)
-        for load in orders.loads if orders else ():
-            report[2].update(self._load(load, report[0], lost))
-        self.coming += orders.background if orders else ()
-        landing = [load for load in self.coming if self.draw.random() < 0.5]
-        self.coming = [load for load in self.coming if load not in landing]
-        failed = {name for load in landing for name in self._load(load, report[0], lost)}
-        sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
+    def begin(self, orders, lost):
+        """Take a step's orders; what its forward reads has landed, for better or worse."""
+        self.ends, self.later = self.later, []
+        self.failed, self.lost = [load.request for load in self.late], set(lost)
+        self.lost.update(*(load.blocks for load in self.late))
+        self.late, self.come, self.come_to_nothing = [], set(), set()
+        if orders is None:
+            return
+        for load in [load for load in (*self.coming, *self.said) if load.request in orders.aborts]:
+            if load in self.coming:
+                self.coming.remove(load)
+                self.come.add(load.request)
+            end = self.said.pop(load, None) or self._land(load, LoadEnd.ABORTED)
+            self.later.append(end)
+        for load in orders.loads:
+            self._read(load, self._land(load))
+        for load in [load for load in self.said if load.request in orders.joins]:
+            self.joined += 1
+            self._read(load, self.said.pop(load) or self._land(load))
+        self.coming += orders.background
+
+    def end(self, orders):
+        """Save, and let what comes in the background come, or be said to."""
         for save in orders.saves if orders else ():
             for pair in save.pairs:
                 for slot, block in zip(pair.slots, pair.blocks, strict=True):
                     self.slots[slot] = [self.kv.get((block, at), 1) for at in range(BLOCK)]
-            report[1].append(SaveOutcome(save.id, save.request, True, 1, 4, 0))
-        told = StepReport(orders.step if orders else -1, tuple(report[2]), tuple(report[0]), tuple(report[1]))
-        more = {"failed_recving": failed} if TELLS_FAILED_REQUESTS else {}
-        if TELLS_FAILED_REQUESTS:
-            lost -= {block for load in landing for block in load.blocks}
-        return sampled, KVConnectorOutput(
-            finished_recving={load.request for load in landing},
-            invalid_block_ids=lost,
-            kv_connector_worker_meta=Reports(((0, told),)),
+        for load in [load for load, end in self.said.items() if end is None and self.draw.random() < 0.3]:
+            if (end := self._land(load)).end is LoadEnd.LANDED:
+                self.ends.append(end)
+                del self.said[load]
+            else:
+                self.said[load] = end
+        for load in [load for load in self.coming if self.draw.random() < 0.6]:
+            self.coming.remove(load)
+            self.come.add(load.request)
+            if self.draw.random() < 0.7:
+                self.said[load] = None
+                continue
+            self.ends.append(self._land(load))
+            if self.ends[-1].end is not LoadEnd.LANDED:
+                self.come_to_nothing.add(load.request)
+                self.lost |= set() if TELLS_FAILED_REQUESTS else load.blocks
+
+    def told(self, metadata):
+        """What the worker's side of the connector says of the step."""
+        orders, gone = metadata.orders, metadata.lost_requests
+        saves = [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
+        told = StepReport(orders.step if orders else -1, tuple(self.failed), tuple(self.ends), tuple(saves))
+        more = {"failed_recving": self.come_to_nothing | gone} if TELLS_FAILED_REQUESTS else {}
+        return KVConnectorOutput(
+            finished_recving=self.come | gone,
+            invalid_block_ids=self.lost,
+            kv_connector_worker_meta=Reports(((self.number, StepReport(-1, metadata.misled)), (self.number, told))),
             **more,
         )
+
+    def _land(self, load, end=None):
+        """Bytes come, the right ones or, of one that fails or is aborted, any."""
+        self.loads += 1
+        end = end or (LoadEnd.LOST if self.draw.random() < self.faults else LoadEnd.LANDED)
+        for pair in load.pairs:
+            for slot, block in zip(pair.slots, pair.blocks, strict=True):
+                for at in range(BLOCK):
+                    right = end is LoadEnd.LANDED
+                    self.kv[block, at] = self.slots[slot][at] if right else self.draw.randrange(1 << 60)
+        return LoadOutcome(load.id, load.request, end, 1, 4, True, 0, 0)
+
+    def _read(self, load, end):
+        """This step's forward has waited for it."""
+        lately = self.later if self.draw.random() < 0.3 else self.ends
+        if end.end is LoadEnd.LANDED and self.draw.random() < self.faults:
+            self.late.append(load)
+            end = msgspec.structs.replace(end, end=LoadEnd.LOST)
+        elif end.end is not LoadEnd.LANDED:
+            self.failed.append(load.request)
+            self.lost |= load.blocks
+            lately = self.ends
+        lately.append(end)
+
+
+class Forwards:
+    """A model runner of several ranks. positions: whether it keeps requests' positions, as vLLM's second one does."""
+
+    def __init__(self, draw, positions, faults, ranks):
+        self.positions, self.requests = positions, {}
+        self.ranks = [Rank(number, draw, faults) for number in range(ranks)]
+        self.together = KVOutputAggregator(ranks)
+
+    def run(self, output):
+        """The step's tokens, and what the connector's workers report."""
+        self._take(output)
+        metadata = output.kv_connector_metadata
+        for rank in self.ranks:
+            rank.begin(metadata.orders, metadata.lost_blocks)
+        sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
+        for rank in self.ranks:
+            rank.end(metadata.orders)
+        outputs = [made_of([], [], rank.told(metadata)) for rank in self.ranks]
+        return sampled, self.together.aggregate(outputs).kv_connector_output
 
     def _take(self, output):
         if self.positions:
@@ -102,35 +181,42 @@ class Forwards:
             if not self.positions:
                 request.computed = computed
 
-    def _load(self, load, outcomes, lost):
-        """One load; its request, if it fails."""
-        bad = self.draw.random() < self.faults
-        self.loads += 1
-        for pair in load.pairs:
-            for slot, block in zip(pair.slots, pair.blocks, strict=True):
-                for at in range(BLOCK):
-                    self.kv[block, at] = self.draw.randrange(1 << 60) if bad else self.slots[slot][at]
-                lost |= {block} if bad else set()
-        outcomes.append(LoadOutcome(load.id, load.request, LoadEnd.LOST if bad else LoadEnd.LANDED, 1, 4, True, 0, 0))
-        return [load.request] if bad else []
+    def _read(self, place):
+        """A token's KV, if all ranks have the same of it."""
+        found = {rank.kv.get(place, 0) for rank in self.ranks}
+        return found.pop() if len(found) == 1 else hash(frozenset(found))
 
     def _compute(self, name, tokens):
         request = self.requests[name]
         for at in range(request.computed, request.computed + tokens):
-            before = self.kv[request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK] if at else 0
-            self.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, request.tokens[at])
+            before = self._read((request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK)) if at else 0
+            for rank in self.ranks:
+                rank.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, request.tokens[at])
         request.computed += tokens
         if request.computed < len(request.tokens):
             return []
         at = request.computed - 1
-        request.tokens.append(token_after(self.kv[request.blocks[at // BLOCK], at % BLOCK]))
+        request.tokens.append(token_after(self._read((request.blocks[at // BLOCK], at % BLOCK))))
         return [request.tokens[-1]]
+
+
+def made_of(names, sampled, reported):
+    """A step's output."""
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=reported,
+    )
 
 
 class Paper:
     """One scheduler with up to `depth` steps in flight, over forwards on paper."""
 
-    def __init__(self, engine, draw, kind, depth, positions, faults):
+    def __init__(self, engine, draw, kind, depth, positions, faults, ranks):
         old, config = engine.scheduler, engine.core.vllm_config
         config.scheduler_config.async_scheduling = depth > 1
         self.scheduler = kind(
@@ -138,10 +224,12 @@ class Paper:
         )
         self.scheduler.use_v2_model_runner = positions
         self.connector = self.scheduler.connector
-        self.connector._meet({0: engine.hooks._handshake.facts})
+        config.parallel_config.tensor_parallel_size = ranks
+        self.connector._meet(dict.fromkeys(range(ranks), engine.hooks._handshake.facts))
+        config.parallel_config.tensor_parallel_size = 1
         company = self.connector._forwards.company
-        self.connector._forwards.company = lambda *rest: ALONE if draw.random() < 0.6 else company(*rest)
-        self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults), depth, [], {}
+        self.connector._forwards.company = lambda *rest: ALONE if draw.random() < 0.4 else company(*rest)
+        self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults, ranks), depth, [], {}
         self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
 
     def add(self, name, ids):
@@ -159,15 +247,7 @@ class Paper:
         output, sampled, reported = self.flying.pop(0)
         names = list(output.num_scheduled_tokens)
         self.failed += bool(reported.invalid_block_ids)
-        made = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=reported,
-        )
+        made = made_of(names, sampled, reported)
         for outputs in self.scheduler.update_from_output(output, made).values():
             for out in outputs.outputs:
                 self.said.setdefault(out.request_id, []).extend(out.new_token_ids)
@@ -177,7 +257,8 @@ def schedule(engine, number):
     """One schedule: requests whose tokens differ from what they should be, and what is left."""
     draw = random.Random(number)
     depth = draw.choice([1, 2, 2])
-    paper = Paper(engine, draw, AsyncScheduler if depth > 1 else Scheduler, depth, draw.random() < 0.5, 0.4)
+    kind, ranks, faults = AsyncScheduler if depth > 1 else Scheduler, draw.choice([1, 2]), draw.choice([0.1, 0.4])
+    paper = Paper(engine, draw, kind, depth, draw.random() < 0.5, faults, ranks)
     scheduler = paper.scheduler
     to_come = [(f"{number}-{i}", draw.randrange(PROMPTS)) for i in range(draw.randrange(8, 24))]
     asked, aborted, steps = dict(to_come), set(), 0
@@ -207,7 +288,8 @@ def schedule(engine, number):
         "wrong": [n for n, out in said.items() if out != (right[n][: len(out)] if n in aborted else right[n])],
         "left": [side.idle, holds.held, len(paper.connector.tracked)],
         "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        "loads": paper.forwards.loads,
+        "loads": paper.forwards.ranks[0].loads,
+        "joined": paper.forwards.ranks[0].joined,
         "failed": paper.failed,
         "preempted": paper.preempted,
     }
@@ -224,7 +306,7 @@ def main(folder, count):
     runs = [schedule(engine, number) for number in range(int(count))]
     bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
-    for what in ("loads", "failed", "preempted"):
+    for what in ("loads", "joined", "failed", "preempted"):
         facts[what] = sum(run[what] for run in runs)
     facts["steps_in_flight"] = sorted({run["depth"] for run in runs})
     tell(facts)

@@ -1,8 +1,14 @@
 """vLLM's two schedulers over forwards on paper: what a load that failed inside a forward costs, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
 
-SCHEDULES = 200
+from layercast.connector.vllm.forwards import Forwards
+from layercast.connector.vllm.tracked import Tracked
+from layercast.flow.orders import LoadOrder
+
+SCHEDULES = 300
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +17,7 @@ def facts(drive):
 
 
 def test_no_token_comes_of_bytes_that_were_not_loaded_whatever_is_in_flight(facts):
-    """Steps in flight, runners that keep positions themselves, preemptions, aborts; 0 wrong tokens."""
+    """Steps in flight, runners that keep positions themselves, ranks, preemptions, aborts; 0 wrong tokens, no leak."""
     assert facts["bad"] == []
     assert facts["runs"] == SCHEDULES
 
@@ -19,9 +25,23 @@ def test_no_token_comes_of_bytes_that_were_not_loaded_whatever_is_in_flight(fact
 def test_the_schedules_did_meet_what_they_are_for(facts):
     assert facts["steps_in_flight"] == [1, 2]
     assert facts["loads"] > 2 * SCHEDULES
+    assert facts["joined"] > SCHEDULES // 2
     assert facts["failed"] > SCHEDULES
     assert facts["preempted"] > facts["failed"]
 
 
 def test_all_blocks_are_free_in_the_end(facts):
     assert facts["free"] == [facts["blocks"]]
+
+
+def test_a_failure_that_is_told_late_says_nothing_of_the_load_that_its_request_waits_for_by_then():
+    """The request was preempted in between: that load is to be joined all the same, once it is said to have come."""
+    forwards = Forwards(64, 2)
+    known = Tracked(SimpleNamespace(request_id="r"), {}, load=True, save=True, parked=True, loading="load-2")
+    assert forwards.misread(["r"], {"r": known}) == []
+    forwards.coming["r"] = LoadOrder("load-2", "r", 32, ())
+    assert forwards.misread(["r"], {"r": known}) == ["r"]
+    assert forwards.left_behind("r") == ["r"]
+    assert forwards.left_behind("r") == []
+    known.parked = False
+    assert forwards.misread(["r", "ended"], {"r": known}) == ["r"]

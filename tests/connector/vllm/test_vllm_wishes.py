@@ -1,11 +1,12 @@
 """What a request may ask of the pool, and what becomes of a wish that can't be read."""
 
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
 
 from layercast.connector.vllm.tracked import Tracked, Wishes, wishes_of
-from layercast.flow.orders import LoadEnd
+from layercast.flow.orders import LoadEnd, LoadOutcome
 from layercast.observe.receipts import MissReason
 
 
@@ -59,3 +60,15 @@ def test_a_miss_under_a_salt_says_that_it_is_the_salts(salted, end):
     known = Tracked(asking({}), {}, load=True, save=True, told=True, miss=MissReason.NEVER_STORED, salted=salted)
     assert known.receipt.sentence.endswith(end)
     assert known.reply["layercast"]["miss"].endswith(end)
+
+
+@pytest.mark.parametrize("ends", [*permutations([LoadEnd.LANDED, LoadEnd.LOST, LoadEnd.LANDED])])
+def test_a_load_that_has_failed_on_any_rank_is_no_load_in_the_receipt(ends):
+    known = Tracked(asking({}), {}, load=True, save=True, promised=8)
+    for rank, end in enumerate(ends):
+        known.heard(LoadOutcome("load-1", "r", end, 64, 4, False, 0.1, 0.0, f"rank {rank}"))
+    receipt = known.receipt
+    assert (receipt.loaded_tokens, receipt.computed_tokens) == (0, 9)
+    assert receipt.detail == f"rank {ends.index(LoadEnd.LOST)}"
+    known.heard(LoadOutcome("load-2", "r", LoadEnd.LANDED, 64, 4, False, 0.1, 0.0))
+    assert (known.receipt.loaded_tokens, known.receipt.detail) == (8, "")

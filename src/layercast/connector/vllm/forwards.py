@@ -5,7 +5,7 @@ Does not know keys, blocks' content or what is decided.
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from layercast.connector.vllm.tracked import Tracked
 from layercast.connector.vllm.versions import Tables
@@ -54,6 +54,23 @@ class Forwards:
         """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""
         self._nbytes += nbytes
         self._tokens += tokens
+
+    def left_behind(self, request: str) -> list[str]:
+        """The request, if a load of it was said to have come that no forward will join, as it is to have another.
+
+        vLLM has rewound it, since it shares blocks with a load that has failed.
+        """
+        return [request] if self.coming.pop(request, None) is not None else []
+
+    def misread(self, failed: Iterable[str], tracked: Mapping[str, Tracked]) -> list[str]:
+        """Those of the requests whose loads have failed that have read these.
+
+        A failure may be told a step late. One that waits in the background by then was preempted meanwhile, has dropped
+        what it had read, and waits for another load, of which nobody has said anything.
+        """
+        found = {name: known for name in failed if (known := tracked.get(name)) is not None}
+        waiting = {name for name, known in found.items() if known.parked and known.loading is not None}
+        return [name for name in found if name not in waiting or name in self.coming]
 
     def began(self, scheduled: Mapping[str, int], loads: bool) -> None:
         """A step was ordered: tokens by request, and whether it waits for loads (then its time says nothing)."""

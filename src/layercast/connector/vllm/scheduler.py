@@ -171,6 +171,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if order is None:
             self._lost(known, match, tables)
             return
+        self._due.aborts += self._forwards.left_behind(request.request_id)
         known.order, known.loading = order, order.id
         if not known.local:
             known.saved = match.tokens  # the pool has all that the engine holds of it
@@ -309,7 +310,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._forwards.coming[request] = known.order
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
-            for request in settled.failed:
+            for request in self._forwards.misread(settled.failed, self.tracked):
                 self._distrust(request)
             for load in settled.loads:
                 self._loaded(load, load.id in settled.ended)
@@ -329,7 +330,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.get(load.request) or leaving.get(load.request)
         if known is None or known.order is None or known.order.id != load.id:
             return
-        known.loaded = load
+        known.heard(load)
         if over:
             known.loading = None
             if leaving.pop(load.request, None) is not None:
@@ -337,8 +338,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def _distrust(self, request: str) -> None:
         """A request whose load has failed once computes."""
-        known = self.tracked.get(request)
-        if known is not None:
+        if (known := self.tracked.get(request)) is not None:
             known.failed, known.load, known.loading = True, False, None
             self._forwards.unsure.add(known)
 

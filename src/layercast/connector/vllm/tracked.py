@@ -58,12 +58,17 @@ class Tracked:
     """Its blocks in its last step, where some request of that step reads what is being loaded."""
     failed: bool = False
     loaded: LoadOutcome | None = None
-    """How its last load ended, on one rank."""
+    """How its last load ended, on one rank; on one where it has failed, if there is any."""
     miss: MissReason | None = None
     problem: str = ""
     """What is wrong with its wishes."""
     salted: bool = False
     """Whether a salt, its own or vLLM's, keeps it apart from others."""
+
+    def heard(self, load: LoadOutcome) -> None:
+        """Its load has ended on a rank. What has failed on one is not in place, whatever others say behind it."""
+        if self.loaded is None or self.loaded.id != load.id or self.loaded.end is LoadEnd.LANDED:
+            self.loaded = load
 
     @property
     def reply(self) -> dict[str, Any] | None:
