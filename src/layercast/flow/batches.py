@@ -155,9 +155,8 @@ class Ways:
             for group, plan in plans:
                 ranges = partial(plan.digest_ranges, read=read, order=slab) if self.verify else None
                 for (_, _, _, part_of, _), series, size in plan.series(windows):
-                    pieces = series if len(windows) > 1 else series[0]
                     layers = tuple(part_of)
-                    batch = Batch(run, run.id, layers, pieces, ranges, after, size, group, part_of)
+                    batch = Batch(run, run.id, layers, series, ranges, after, size, group, part_of)
                     if self.limits:
                         *first, last = batches_of(plan, layers, *self.limits)
                         batches += [replace(batch, pieces=part, hashed=None, size=part.size) for part in first]
