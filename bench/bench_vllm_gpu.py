@@ -171,6 +171,7 @@ def alone(engine, args, results):
     if "same" in phases and ours:
         results.put("same", name, engine("same", prefix=2048, new=300, tokens=16, count=3))
         results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
+        engine("troubles")  # that one was lost on purpose
     for shape in args.shapes if "hits" in phases and not results.over else ():
         prefix, new = map(int, shape.split("+"))
         settle = 0.3 if prefix < 20000 else 0.8

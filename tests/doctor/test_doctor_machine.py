@@ -72,6 +72,7 @@ def test_a_good_machine_has_nothing_but_ok():
         ("gpu", {"gpu": True, "cards": (H200, H200)}, Level.OK, "2 x NVIDIA H200 (32.0 GT/s PCIe x16; copies not"),
         ("gpu", {"gpu": True, "cards": (H200,), "visible": ""}, Level.WARNING, "hides them"),
         ("gpu", {"gpu": True, "cards": (H200,), "visible": "0"}, Level.OK, "1 x NVIDIA H200"),
+        ("gpu", {"gpu": True, "cards": (H200,), "numba": False}, Level.WARNING, "numba is missing"),
         ("folder", {"disk_path": "/kv", "folder_error": "/kv is no folder"}, Level.ERROR, "/kv is no folder"),
         ("folder", {"disk_path": "/kv", "folder_room": GIB, "disk_bytes": 2 * GIB}, Level.WARNING, "room for 1.0 GiB"),
         ("folder", {"disk_path": "/kv", "folder_room": 3 * GIB, "disk_bytes": 2 * GIB}, Level.OK, "/kv"),

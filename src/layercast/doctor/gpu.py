@@ -64,8 +64,9 @@ def _costs(path: Path) -> str:
     return speeds if kept.layercast == __version__ else ""
 
 
-def judge_cards(driver: bool, found: Sequence[Card], visible: str | None) -> Check:
-    """driver: whether NVIDIA's is loaded. visible: CUDA_VISIBLE_DEVICES, None where it is not set."""
+def judge_cards(driver: bool, found: Sequence[Card], visible: str | None, compiles: bool) -> Check:
+    """driver: whether NVIDIA's is loaded. visible: CUDA_VISIBLE_DEVICES, None where it is not set. compiles: there is
+    numba, which compiles the loop that issues copies."""
     if not driver:
         none = "No NVIDIA driver: engines run on the CPU. layercast bench needs a card (containers: --gpus all)."
         return Check("gpu", Level.OK, none)
@@ -81,6 +82,9 @@ def judge_cards(driver: bool, found: Sequence[Card], visible: str | None) -> Che
     if visible is not None and visible.strip() in HIDES_ALL:
         hidden = f"{said}, but CUDA_VISIBLE_DEVICES = {visible!r} hides them from torch."
         return Check("gpu", Level.WARNING, hidden, "Unset it.")
+    if not compiles:
+        slow = f"{said}; numba is missing, without which Python issues every copy: a third of the link's speed."
+        return Check("gpu", Level.WARNING, slow, "pip install numba")
     return Check("gpu", Level.OK, f"{said}.")
 
 

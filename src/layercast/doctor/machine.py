@@ -4,6 +4,7 @@
 Imports no engine: versions come from package metadata. Changes nothing.
 """
 
+import importlib.util
 import os
 import platform
 import resource
@@ -55,6 +56,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: bool = False
     cards: tuple[Card, ...] = ()
     visible: str | None = None
+    numba: bool = True
     memory_free: int | None = None
     weight_bytes: int | None = 0
     shm_free: int | None = None
@@ -94,6 +96,7 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
         gpu=(Path("/") / DRIVER / "version").exists(),
         cards=cards(cache),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        numba=importlib.util.find_spec("numba") is not None,
         memory_free=memory_free(),
         shm_free=shutil.disk_usage(SHM).free if Path(SHM).is_dir() else None,
         memlock=None if soft == resource.RLIM_INFINITY else soft,
@@ -165,7 +168,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         _torch(facts),
         _package("transformers", "transformers", facts.transformers, "the embedded engine can't run"),
         judge_vllm(facts.vllm),
-        judge_cards(facts.gpu, facts.cards, facts.visible),
+        judge_cards(facts.gpu, facts.cards, facts.visible, facts.numba),
         _memory(facts),
         _memlock(facts),
         _shm(facts),
