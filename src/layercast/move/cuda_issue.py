@@ -263,11 +263,11 @@ def _batches(
     fetch, width = calls.fetch, len(COLUMNS)
 
     def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints, first: int) -> None:
-        pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
-        batches, tally, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
+        table, pieces, stream, batched, shifts = row[1], row[2], row[3], row[4], row[5]
+        batches, tally, number, pace, owner = row[6], row[7], row[8], row[9], row[10]
         shift = np.empty(2, np.int64)
         for nth in range(width):
-            fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, row[1 + nth], 8 * pieces)
+            fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, table + 8 * pieces * nth, 8 * pieces)
         for nth in range(batches):
             fetch(shift.ctypes.data, shifts + 16 * nth, 16)
             whose, code = owner + nth if owner >= 0 else owner, 0
@@ -290,13 +290,13 @@ def _loop(
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
     is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
-    most, width = MOST, len(COLUMNS)
+    most, width, owned = MOST, len(COLUMNS), WIDTH - 1
 
     def run(table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> None:
         call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 15]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, owned]
             code = 0
             if op == is_copies:
                 batches(table[row], columns, cuts, call, errors, first)

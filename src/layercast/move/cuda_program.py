@@ -13,8 +13,8 @@ import numpy.typing as npt
 from layercast.plan.pieces import Pieces, Series
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 16
-"""Columns of a row: what to do, up to fourteen arguments, and whose it is."""
+WIDTH = 11
+"""Columns of a row: what to do, up to nine arguments, and whose it is."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -66,10 +66,9 @@ class Program:
         self._add(Op.COPIES, *columns, stream, batched, at, count, tally, number, self.pace)
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
-        """Where the arrays of pieces lie, and how many pieces there are."""
-        hold, self.longest = self.hold, max(self.longest, len(pieces))
-        sides, sizes = (pieces.sources, pieces.targets), (pieces.length, pieces.count)
-        return *map(hold, (*sides, *sizes, pieces.source_stride, pieces.target_stride)), len(pieces)
+        """Where the table of pieces lies, and how many pieces there are."""
+        self.longest = max(self.longest, len(pieces))
+        return self.hold(pieces.table), len(pieces)
 
     def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
         """One batch of what `columns` has said, shifted by the two numbers at the address `shift`."""
