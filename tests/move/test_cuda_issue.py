@@ -92,6 +92,18 @@ def test_a_call_of_the_driver_holds_no_more_than_a_launch_may_wait_for(device, l
         assert sum(next(copies)[2] for _ in range(count)) <= CALL_BYTES
 
 
+@pytest.mark.parametrize("parts", [1, 40])
+def test_a_programs_first_call_is_short_and_the_next_ones_grow(device, parts):
+    """A device begins with a call once all of it is written."""
+    device.calls_of.clear()
+    program, errors, count = Program(), np.zeros(parts, np.int64), 520 // parts
+    pieces = pieces_of(*((2 * at, 2 * at, 1) for at in range(count)))
+    program.copies(Series(pieces, np.zeros((parts, 2), np.int64)), range(parts), 1, batched=True)
+    device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
+    grown = [8, 16, 32, 64, 128, 128, 128, 16] if parts == 1 else [8, 5, *[13] * 39]
+    assert device.calls_of == grown
+
+
 def merged(copies):
     """Neighbours made one."""
     out = []
