@@ -14,6 +14,7 @@ from layercast.move.cuda_driver import Call
 from layercast.move.cuda_issue import DESK_WORDS, LAID, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
+from layercast.move.words import address_of
 
 
 class Desk:
@@ -39,7 +40,7 @@ class Desk:
         if self._words[LAID] >= self._got:
             return False
         self._kept = (table, cuts, errors)
-        places = [number for array in self._kept for number in (array.ctypes.data, len(array))]
+        places = [number for array in self._kept for number in (address_of(array), len(array))]
         self._words[LAID:] = self._put, longest, first, *places
         return True
 

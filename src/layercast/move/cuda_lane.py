@@ -136,12 +136,11 @@ class Lane:
 
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
-        pieces = [batch[0] for batch in batches]
-        kernel, sample = bool(self.staging.tables), next((part for part in pieces if len(part)), Pieces.join([]))
-        sample = sample.take(slice(SAMPLE)) if len(sample) > SAMPLE else sample
-        if surely_engine(sample, self.costs, kernel=kernel):
+        kernel, first_of = bool(self.staging.tables), next((batch for batch in batches if len(batch.pieces)), None)
+        if first_of is None or surely_engine(first_of.pieces.take(slice(SAMPLE)), self.costs, kernel=kernel):
             return Way.ENGINE
-        first = rows_of([sample])
+        pieces = [batch[0] for batch in batches]
+        first = rows_of([first_of[0].take(slice(SAMPLE))])
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:

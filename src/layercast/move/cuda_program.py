@@ -10,6 +10,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
 Ints = npt.NDArray[np.int64]
@@ -108,7 +109,7 @@ class Program:
         """Keep an array as long as the program; its address."""
         if id(array) not in self.held:
             plain = np.ascontiguousarray(array, np.int64)
-            self.held[id(array)] = array, plain.__array_interface__["data"][0]
+            self.held[id(array)] = array, address_of(plain)
             if plain is not array:
                 self.held[id(plain)] = plain, 0
         return self.held[id(array)][1]

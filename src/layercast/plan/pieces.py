@@ -260,8 +260,7 @@ class CopyPlan:
         skip = (low - starts)[keep]
         step = self.runs.step[keep]
         source, target = self.runs.source[keep] + skip, self.runs.target[keep] + skip * step
-        pairs = self.runs.pairs[0][first:last], self.runs.pairs[1][first:last]
-        runs = BlockRuns(source, target, (high - low)[keep], step, pairs)
+        runs = BlockRuns(source, target, (high - low)[keep], step, self.runs.joined[first:last])
         return CopyPlan(self.route, runs)
 
 
