@@ -32,7 +32,7 @@ class Desk:
         self._kept: tuple[Ints, ...] = ()
         self._put = self._got = 0
 
-    def lay(self, table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> bool:
+    def lay(self, table: Ints, cuts: Ints, errors: Ints, first: int) -> bool:
         """Have a program run (see `Issue.run`) before the item is got that is put next.
 
         False: one that was laid out before still lies there. What its rows point to must live until then.
@@ -41,7 +41,7 @@ class Desk:
             return False
         self._kept = (table, cuts, errors)
         places = [number for array in self._kept for number in (address_of(array), len(array))]
-        self._words[LAID:] = self._put, longest, first, *places
+        self._words[LAID:] = self._put, first, *places
         return True
 
     def put(self, item: Item, /) -> None:

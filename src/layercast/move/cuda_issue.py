@@ -20,21 +20,21 @@ from layercast.plan.pieces import COLUMNS
 class Issue(NamedTuple):
     """The loop, called with a program or left to wait for one."""
 
-    run: Callable[[Ints, int, Ints, Ints, int], None]
-    """run(table, longest, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
+    run: Callable[[Ints, Ints, Ints, int], None]
+    """run(table, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
 
-    table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both
+    table: as `Program` makes it. cuts: ascending addresses that no copy may cross, since memory on both
     sides of them was pinned by itself. first: what the batches' numbers are counted from.
     """
     attend: Callable[[Ints, int], None]
     """attend(desk, nth): wait for the desk's bell, then run the program that is laid out there, if it is the nth.
 
-    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, longest, first, and
+    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, first, and
     address and length of the table, the cuts and the errors.
     """
 
 
-LAID, DESK_WORDS = 2, 11
+LAID, DESK_WORDS = 2, 10
 """Where a desk's numbers begin, behind its bell, and how many words it has."""
 HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
 """A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
@@ -42,6 +42,8 @@ been handed, a bell's file and the address of what rings it, which it is behind 
 FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
 """Copies in a program's first call, copies and bytes in any, at most: a thread that launches kernels waits for no more
 than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
+READ = 512
+"""Pieces read at a time: a device waits until the first are."""
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second."""
 PACE_WORDS = 5
@@ -86,7 +88,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, counted, note)), counted, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
     attend(desk, 0)
-    loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
+    loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
     return Issue(loop, attend)
 
 
@@ -167,8 +169,8 @@ def _copies(
 ) -> Callable[..., int]:
     """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room, pace) -> error code.
 
-    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written. room: int64
-    [1], how many the next call may hold.
+    columns: int64 [6, READ], of which `pieces` are meant. call: int64 [3, MOST], where calls of many copies are
+    written. room: int64 [1], how many the next call may hold.
     """
     one, most = calls.copy, MOST
 
@@ -266,19 +268,22 @@ def _batches(
     calls: Calls, copies: Callable[..., int], counted: Callable[[int, int, int], int], note: Callable[..., None]
 ) -> Callable[..., None]:
     """(a row of copies, columns, cuts, call, room, errors, first): batch by batch, each counted behind its copies."""
-    fetch, width = calls.fetch, len(COLUMNS)
+    fetch, width, some = calls.fetch, len(COLUMNS), READ
 
     def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Ints, first: int) -> None:
         table, pieces, stream, batched, shifts = row[1], row[2], row[3], row[4], row[5]
         batches, tally, number, pace, owner = row[6], row[7], row[8], row[9], row[10]
         shift = np.empty(2, np.int64)
-        for nth in range(width):
-            fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, table + 8 * pieces * nth, 8 * pieces)
         for nth in range(batches):
             fetch(shift.ctypes.data, shifts + 16 * nth, 16)
             whose, code = owner + nth if owner >= 0 else owner, 0
-            if whose < 0 or errors[whose] == 0:
-                code = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, room, pace)
+            begun = pieces if whose >= 0 and errors[whose] != 0 else 0
+            while begun < pieces and code == 0:
+                count = min(some, pieces - begun)
+                for column in range(width):
+                    fetch(columns.ctypes.data + 8 * some * column, table + 8 * (pieces * column + begun), 8 * count)
+                code = copies(columns, count, shift[0], shift[1], stream, batched, cuts, call, room, pace)
+                begun += count
             if code != 0:
                 note(errors, whose, code)
             if tally != 0:
@@ -291,15 +296,15 @@ def _batches(
 
 def _loop(
     calls: Calls, batches: Callable[..., None], counted: Callable[[int, int, int], int], note: Callable[..., None]
-) -> Callable[[Ints, int, Ints, Ints, int], None]:
+) -> Callable[[Ints, Ints, Ints, int], None]:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
     is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
-    few, most, width, owned = FIRST, MOST, len(COLUMNS), WIDTH - 1
+    few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
 
-    def run(table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> None:
-        call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
+    def run(table: Ints, cuts: Ints, errors: Ints, first: int) -> None:
+        call, columns = np.empty((3, most), np.int64), np.empty((width, some), np.int64)
         room = np.full(1, few)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
@@ -335,21 +340,15 @@ def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int],
         while hear(desk[0], desk.ctypes.data + 8, 8) < 0 <= desk[0]:
             pass  # a signal
         if desk[laid] == nth:
-            longest, first, rows, seams, count = (
-                desk[laid + 1],
-                desk[laid + 2],
-                desk[laid + 4],
-                desk[laid + 6],
-                desk[laid + 8],
-            )
+            first, rows, seams, count = desk[laid + 1], desk[laid + 3], desk[laid + 5], desk[laid + 7]
             table, cuts, errors = (
                 np.empty((rows, width), np.int64),
                 np.empty(seams, np.int64),
                 np.zeros(count, np.int64),
             )
-            fetch(table.ctypes.data, desk[laid + 3], 8 * rows * width)
-            fetch(cuts.ctypes.data, desk[laid + 5], 8 * seams)
-            loop(table, longest, cuts, errors, first)
-            fetch(desk[laid + 7], errors.ctypes.data, 8 * count)
+            fetch(table.ctypes.data, desk[laid + 2], 8 * rows * width)
+            fetch(cuts.ctypes.data, desk[laid + 4], 8 * seams)
+            loop(table, cuts, errors, first)
+            fetch(desk[laid + 6], errors.ctypes.data, 8 * count)
 
     return attend

@@ -42,8 +42,6 @@ class Program:
     """By the id of an array that was handed in: what is kept, and its address."""
     _series: dict[int, tuple[Series, tuple[int, ...], int]] = field(default_factory=dict)
     """By their id: where their arrays and their shifts lie."""
-    longest: int = 0
-    """Pieces in the longest row of copies."""
     pace: int = 0
     """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
 
@@ -68,7 +66,6 @@ class Program:
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
         """Where the table of pieces lies, and how many pieces there are."""
-        self.longest = max(self.longest, len(pieces))
         return self.hold(pieces.table), len(pieces)
 
     def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
