@@ -25,7 +25,7 @@ from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
 from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_driver import DEVICE, HOST, Calls
+from layercast.move.cuda_driver import DEVICE, HOST, Calls, libc
 from layercast.move.cuda_gates import CudaGate
 from layercast.move.cuda_pin import Pinning
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of
@@ -39,11 +39,21 @@ LAYERS, BLOCKS, WORDS = 32, 8192, 16
 
 
 class NullDevice(HostDevice):
-    """Calls of the driver that do nothing, but for the words that a device would write."""
+    """Calls of the driver that do nothing, but for the words that a device would write.
+
+    handed: ns of `time.monotonic` at which it was called for copies first since that was 0, and last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         from numba import carray, cfunc, types
+
+        self.handed = np.zeros(2, np.int64)
+        at, fetch, clock = (
+            self.handed.ctypes.data,
+            libc("memcpy", 3, keeping=True),
+            libc("clock_gettime", 2, keeping=True),
+        )
 
         def nothing(arguments: int):
             names = ", ".join(f"a{n}" for n in range(arguments))
@@ -56,10 +66,21 @@ class NullDevice(HostDevice):
             carray(word, 1)[0] = value & 0xFFFFFFFF
             return 0
 
-        self._kept = write
+        @cfunc(types.int32(*[types.int64] * 8))
+        def copies(_to, _from, _sizes, _count, _attributes, _index, _one, _stream):
+            now, handed = np.empty(2, np.int64), np.empty(2, np.int64)
+            clock(time.CLOCK_MONOTONIC, now.ctypes.data)
+            fetch(handed.ctypes.data, at, 16)
+            handed[1] = 1_000_000_000 * now[0] + now[1]
+            handed[0] = handed[0] or handed[1]
+            fetch(at, handed.ctypes.data, 16)
+            return 0
+
+        self._kept = write, copies
         written = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 4)(write.address)
-        sizes = {"copy": 4, "copy_batch": 8, "record": 2, "wait": 3, "launch": 11, "hold": 4}
-        self.calls = Calls(**{name: nothing(count) for name, count in sizes.items()}, write=written)
+        noted = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 8)(copies.address)
+        sizes = {"copy": 4, "record": 2, "wait": 3, "launch": 11, "hold": 4}
+        self.calls = Calls(**{name: nothing(n) for name, n in sizes.items()}, write=written, copy_batch=noted)
 
 
 def opened(block_major: bool, staged: bool = False):
@@ -97,8 +118,11 @@ class Steps:
         self.worker, self.number, self.choose = worker, 0, random.Random(1)
         self.room, self.at = min(worker.ways.slots[0], BLOCKS), 0
 
-    def pairs(self, count: int):
+    def pairs(self, count: int, scattered: bool = False):
         """Blocks side by side, as a fresh engine's are; one after another, so that a step names none twice."""
+        if scattered:
+            slots, blocks = (tuple(self.choose.sample(range(most), count)) for most in (self.room, BLOCKS))
+            return (BlockPairs(0, slots, blocks),)
         self.at = self.at if self.at + 2 * count < self.room else 0
         first = at = self.at
         self.at += count + 1
@@ -108,19 +132,28 @@ class Steps:
         self.number += 1
         return f"r{self.number}"
 
-    def load(self, count: int):
-        return LoadOrder(f"load-{self.number}", self.name(), 16 * count, self.pairs(count))
+    def load(self, count: int, scattered: bool):
+        return LoadOrder(f"load-{self.number}", self.name(), 16 * count, self.pairs(count, scattered))
 
     def save(self, count: int):
         return SaveOrder(f"save-{self.number}", self.name(), self.pairs(count))
 
-    def step(self, loads=(), saves=(), hooks=True):
-        """Seconds of each part on the calling thread."""
+    def step(self, loads=(), saves=(), hooks=True, scattered=False):
+        """Seconds of each part on the calling thread; of loads alone also those until the first copy is handed over,
+        and from the last one until the host is told that all is over."""
         worker, clock = self.worker, time.perf_counter
-        orders = StepOrders(self.number, tuple(self.load(n) for n in loads), tuple(self.save(n) for n in saves))
-        start, spent = clock(), {}
+        orders = StepOrders(
+            self.number, tuple(self.load(n, scattered) for n in loads), tuple(self.save(n) for n in saves)
+        )
+        handed = worker.mover.driver.handed
+        handed[:] = 0
+        began, start, spent = time.monotonic_ns(), clock(), {}
         step = worker.begin(orders, after=(worker.mover.mark(),))
         spent["begin"] = clock() - start
+        if loads and not saves:
+            worker.quiet(30)
+            told = time.monotonic_ns()
+            spent["first copy"], spent["told"] = (int(handed[0]) - began) / 1e9, (told - int(handed[1])) / 1e9
         waited = written = 0.0
         for layer in range(LAYERS) if hooks else ():
             start = clock()
@@ -152,11 +185,15 @@ CASES = {
     "256 saves of 1 block, swept": {"saves": [1] * 256, "hooks": False},
     "32 saves of 1 block, swept": {"saves": [1] * 32, "hooks": False},
     "1 save of 1 block, swept": {"saves": [1], "hooks": False},
+    **{f"{n} scattered blocks": {"loads": [n], "scattered": True} for n in (128, 512, 2048)},
 }
 
 
 def measured(steps: Steps, case: dict, repeats: int) -> dict[str, object]:
-    """Medians in microseconds; `all threads` is the processor time of the whole process, to the report."""
+    """Medians in microseconds, but the least of what other threads have a part in.
+
+    `all threads` is the processor time of the whole process, to the report.
+    """
     rows, cpu, wall = [], [], []
     for nth in range(repeats + 2):
         start, clock = time.process_time(), time.perf_counter()
@@ -165,7 +202,8 @@ def measured(steps: Steps, case: dict, repeats: int) -> dict[str, object]:
             rows.append(row)
             cpu.append(time.process_time() - start)
             wall.append(time.perf_counter() - clock)
-    facts = {name: round(1e6 * statistics.median(row[name] for row in rows), 1) for name in rows[0]}
+    chosen = {name: min if name in ("first copy", "told") else statistics.median for name in rows[0]}
+    facts = {name: round(1e6 * choose([row[name] for row in rows]), 1) for name, choose in chosen.items()}
     return {
         **facts,
         "all_threads": round(1e6 * statistics.median(cpu), 1),

@@ -164,8 +164,8 @@ def test_a_copy_that_the_device_refuses_fails_its_request_and_holds_nobody_up(en
         issue, wrong = worker.mover._issue, threading.Event()
         wrong.set()
 
-        def refused(table, longest, cuts, errors, first):
-            issue.run(table, longest, cuts, errors, first)
+        def refused(table, cuts, errors, first):
+            issue.run(table, cuts, errors, first)
             errors[0] |= wrong.is_set()
 
         monkeypatch.setattr(worker.mover, "_issue", Issue(refused, issue.attend))

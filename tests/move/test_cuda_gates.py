@@ -236,7 +236,7 @@ def copied(device, tally):
     wave.queue()
     program, loop = Program(), plain_issue(device.calls, (0, 0)).run
     program.count(1, tally.address, 0)
-    return CudaFlight(wave, [0]), lambda: loop(program.table(), 0, np.zeros(0, np.int64), wave.errors, wave.first)
+    return CudaFlight(wave, [0]), lambda: loop(program.table(), np.zeros(0, np.int64), wave.errors, wave.first)
 
 
 def test_a_caller_launches_nothing_behind_a_copy_that_the_device_has_not_been_handed(device, copied):

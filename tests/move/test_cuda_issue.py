@@ -43,7 +43,7 @@ def copied(device, pieces, cuts=(), *, batched=True):
     device.calls_of.clear()
     program, errors = Program(), np.zeros(1, np.int64)
     program.copies(Series(pieces), range(1), 1, batched=batched)
-    device.issue.run(program.table(), program.longest, np.array(sorted(cuts), np.int64), errors, 0)
+    device.issue.run(program.table(), np.array(sorted(cuts), np.int64), errors, 0)
     assert not errors.any()
     return device.copies
 
@@ -92,6 +92,18 @@ def test_a_call_of_the_driver_holds_no_more_than_a_launch_may_wait_for(device, l
         assert sum(next(copies)[2] for _ in range(count)) <= CALL_BYTES
 
 
+@pytest.mark.parametrize("parts", [1, 40])
+def test_a_programs_first_call_is_short_and_the_next_ones_grow(device, parts):
+    """A device begins with a call once all of it is written."""
+    device.calls_of.clear()
+    program, errors, count = Program(), np.zeros(parts, np.int64), 512 // parts
+    pieces = pieces_of(*((2 * at, 2 * at, 1) for at in range(count)))
+    program.copies(Series(pieces, np.zeros((parts, 2), np.int64)), range(parts), 1, batched=True)
+    device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
+    grown = [8, 16, 32, 64, 128, 128, 128, 8] if parts == 1 else [8, 4, *[12] * 39]
+    assert device.calls_of == grown
+
+
 def merged(copies):
     """Neighbours made one."""
     out = []
@@ -135,7 +147,7 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
         program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
         for nth in range(10):
             program.copies(Series(pieces_of((nth * quarter, nth * quarter, quarter))), range(1), 1, batched=batched)
-        device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
+        device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
         assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == 50 * quarter
     assert device.most == AHEAD
@@ -147,7 +159,7 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     device.issue = plain_issue(device.calls, (0, 0))
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
     program.copies(Series(pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))), range(1), 1, batched=True)
-    device.issue.run(program.table(), program.longest, np.zeros(0, np.int64), errors, 0)
+    device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
     assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES
     assert device.naps == 2 * NAPS

@@ -128,7 +128,7 @@ def test_a_program_by_the_engine_takes_nothing_of_one_by_the_kernel_that_another
     stream = lane.move(ours, Series(rows), range(1), way, 0, pinned=True)
     lane.finish(ours, way, started, stream)
     for program in (theirs, ours):
-        device.issue(device.calls, (0, 0)).run(program.table(), program.longest, NOTHING, np.zeros(1, np.int64), 1)
+        device.issue(device.calls, (0, 0)).run(program.table(), NOTHING, np.zeros(1, np.int64), 1)
     assert memory.read(target, 4096) == b"".join(data[64 * i : 64 * (i + 1)] for i in reversed(range(64)))
     mover.close(SOON_S)
 

@@ -138,7 +138,7 @@ class CudaMover(Mover):
             nonlocal laid
             wave.queue()
             if early is not None and table is not None:
-                laid = arm.desk.lay(table, early.longest, self._cuts, wave.errors, wave.first)
+                laid = arm.desk.lay(table, self._cuts, wave.errors, wave.first)
 
         def run(_ready_at: float) -> None:
             for flight in others:
@@ -147,7 +147,7 @@ class CudaMover(Mover):
             if not laid:
                 whole = early or self._whole(lane, orders, runs, wave)
                 for program in self._in_parts(lane, orders, runs, wave) if whole is None else [whole]:
-                    self._issue.run(program.table(), program.longest, self._cuts, wave.errors, wave.first)
+                    self._issue.run(program.table(), self._cuts, wave.errors, wave.first)
             wave.issued.set()
             arm.watcher.add(wave)
 
@@ -322,7 +322,7 @@ class CudaMover(Mover):
             pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
             program.copies(Series(pieces), range(1), lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
-            self._issue.run(program.table(), program.longest, self._cuts, errors, 0)
+            self._issue.run(program.table(), self._cuts, errors, 0)
             self._driver.check("reading back what is to be hashed", int(errors[0]))
             self._driver.sleep_until(event.handle)
             parts.append(digests_of(DigestRanges(target, ranges.length)))

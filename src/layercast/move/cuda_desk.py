@@ -14,6 +14,7 @@ from layercast.move.cuda_driver import Call
 from layercast.move.cuda_issue import DESK_WORDS, LAID, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
+from layercast.move.words import address_of
 
 
 class Desk:
@@ -31,7 +32,7 @@ class Desk:
         self._kept: tuple[Ints, ...] = ()
         self._put = self._got = 0
 
-    def lay(self, table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> bool:
+    def lay(self, table: Ints, cuts: Ints, errors: Ints, first: int) -> bool:
         """Have a program run (see `Issue.run`) before the item is got that is put next.
 
         False: one that was laid out before still lies there. What its rows point to must live until then.
@@ -39,8 +40,8 @@ class Desk:
         if self._words[LAID] >= self._got:
             return False
         self._kept = (table, cuts, errors)
-        places = [number for array in self._kept for number in (array.ctypes.data, len(array))]
-        self._words[LAID:] = self._put, longest, first, *places
+        places = [number for array in self._kept for number in (address_of(array), len(array))]
+        self._words[LAID:] = self._put, first, *places
         return True
 
     def put(self, item: Item, /) -> None:

@@ -20,27 +20,30 @@ from layercast.plan.pieces import COLUMNS
 class Issue(NamedTuple):
     """The loop, called with a program or left to wait for one."""
 
-    run: Callable[[Ints, int, Ints, Ints, int], None]
-    """run(table, longest, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
+    run: Callable[[Ints, Ints, Ints, int], None]
+    """run(table, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
 
-    table, longest: as `Program` makes them. cuts: ascending addresses that no copy may cross, since memory on both
+    table: as `Program` makes it. cuts: ascending addresses that no copy may cross, since memory on both
     sides of them was pinned by itself. first: what the batches' numbers are counted from.
     """
     attend: Callable[[Ints, int], None]
     """attend(desk, nth): wait for the desk's bell, then run the program that is laid out there, if it is the nth.
 
-    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, longest, first, and
+    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, first, and
     address and length of the table, the cuts and the errors.
     """
 
 
-LAID, DESK_WORDS = 2, 11
+LAID, DESK_WORDS = 2, 10
 """Where a desk's numbers begin, behind its bell, and how many words it has."""
 HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
 """A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
 been handed, a bell's file and the address of what rings it, which it is behind each batch, and a pace."""
-MOST, CALL_BYTES = 128, 8 << 20
-"""Copies and bytes in a call, at most: a thread that launches kernels waits for no more than one call."""
+FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
+"""Copies in a program's first call, copies and bytes in any, at most: a thread that launches kernels waits for no more
+than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
+READ = 512
+"""Pieces read at a time: a device waits until the first are."""
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second."""
 PACE_WORDS = 5
@@ -85,7 +88,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, counted, note)), counted, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
     attend(desk, 0)
-    loop(np.zeros((0, WIDTH), np.int64), 0, np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
+    loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
     return Issue(loop, attend)
 
 
@@ -164,9 +167,10 @@ def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, in
 def _copies(
     calls: Calls, unbroken: Callable[..., int], hand_over: Callable[..., int], most_bytes: int = CALL_BYTES
 ) -> Callable[..., int]:
-    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, pace) -> error code.
+    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room, pace) -> error code.
 
-    columns: int64 [6, at least `pieces`]. call: int64 [3, MOST], where calls of many copies are written.
+    columns: int64 [6, READ], of which `pieces` are meant. call: int64 [3, MOST], where calls of many copies are
+    written. room: int64 [1], how many the next call may hold.
     """
     one, most = calls.copy, MOST
 
@@ -179,6 +183,7 @@ def _copies(
         batched: int,
         cuts: Ints,
         call: Ints,
+        room: Ints,
         pace: int,
     ) -> int:
         code, filled, nbytes = 0, 0, 0
@@ -194,10 +199,11 @@ def _copies(
                     else:
                         code = one(to, from_, part, stream)
                     filled, nbytes = filled + 1, nbytes + part
-                    if filled == most or nbytes == most_bytes:
+                    if filled == room[0] or nbytes == most_bytes:
                         if code == 0:
                             code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
                         filled = nbytes = 0
+                        room[0] = min(2 * room[0], most)
                     to, from_, left = to + part, from_ + part, left - part
         if filled > 0 and code == 0:
             code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
@@ -220,6 +226,7 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
         batched: int,
         cuts: Ints,
         call: Ints,
+        room: Ints,
         pace: int,
     ) -> int:
         from_, to, nbytes = columns[0, :pieces] + source, columns[1, :pieces] + target, columns[2, :pieces]
@@ -228,10 +235,11 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
         )
         longest = int(nbytes.max(initial=0))
         if not batched or broken or longest > CALL_BYTES or (columns[3, :pieces] != 1).any() or not nbytes.all():
-            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, pace)
+            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, room, pace)
         first = code = 0
         while first < pieces and code == 0:
-            count, skip = min(MOST, CALL_BYTES // longest, pieces - first), 8 * first
+            count, skip = min(int(room[0]), CALL_BYTES // longest, pieces - first), 8 * first
+            room[0] = min(2 * room[0], MOST)
             ends = to.ctypes.data + skip, from_.ctypes.data + skip, nbytes.ctypes.data + skip
             code = hand_over(*ends, count, int(nbytes[first : first + count].sum()), stream, batched, pace)
             first += count
@@ -259,20 +267,23 @@ def _counting(calls: Calls) -> Callable[[int, int, int], int]:
 def _batches(
     calls: Calls, copies: Callable[..., int], counted: Callable[[int, int, int], int], note: Callable[..., None]
 ) -> Callable[..., None]:
-    """(a row of copies, columns, cuts, call, errors, first): batch by batch, each counted behind its copies."""
-    fetch, width = calls.fetch, len(COLUMNS)
+    """(a row of copies, columns, cuts, call, room, errors, first): batch by batch, each counted behind its copies."""
+    fetch, width, some = calls.fetch, len(COLUMNS), READ
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, errors: Ints, first: int) -> None:
-        pieces, stream, batched, shifts = row[7], row[8], row[9], row[10]
-        batches, tally, number, pace, owner = row[11], row[12], row[13], row[14], row[15]
+    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Ints, first: int) -> None:
+        table, pieces, stream, batched, shifts = row[1], row[2], row[3], row[4], row[5]
+        batches, tally, number, pace, owner = row[6], row[7], row[8], row[9], row[10]
         shift = np.empty(2, np.int64)
-        for nth in range(width):
-            fetch(columns.ctypes.data + 8 * columns.shape[1] * nth, row[1 + nth], 8 * pieces)
         for nth in range(batches):
             fetch(shift.ctypes.data, shifts + 16 * nth, 16)
             whose, code = owner + nth if owner >= 0 else owner, 0
-            if whose < 0 or errors[whose] == 0:
-                code = copies(columns, pieces, shift[0], shift[1], stream, batched, cuts, call, pace)
+            begun = pieces if whose >= 0 and errors[whose] != 0 else 0
+            while begun < pieces and code == 0:
+                count = min(some, pieces - begun)
+                for column in range(width):
+                    fetch(columns.ctypes.data + 8 * some * column, table + 8 * (pieces * column + begun), 8 * count)
+                code = copies(columns, count, shift[0], shift[1], stream, batched, cuts, call, room, pace)
+                begun += count
             if code != 0:
                 note(errors, whose, code)
             if tally != 0:
@@ -285,21 +296,22 @@ def _batches(
 
 def _loop(
     calls: Calls, batches: Callable[..., None], counted: Callable[[int, int, int], int], note: Callable[..., None]
-) -> Callable[[Ints, int, Ints, Ints, int], None]:
+) -> Callable[[Ints, Ints, Ints, int], None]:
     """The loop over rows."""
     launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
     is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
-    most, width = MOST, len(COLUMNS)
+    few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
 
-    def run(table: Ints, longest: int, cuts: Ints, errors: Ints, first: int) -> None:
-        call, columns = np.empty((3, most), np.int64), np.empty((width, longest), np.int64)
+    def run(table: Ints, cuts: Ints, errors: Ints, first: int) -> None:
+        call, columns = np.empty((3, most), np.int64), np.empty((width, some), np.int64)
+        room = np.full(1, few)
         for row in range(table.shape[0]):
             op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, 15]
+            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, owned]
             code = 0
             if op == is_copies:
-                batches(table[row], columns, cuts, call, errors, first)
+                batches(table[row], columns, cuts, call, room, errors, first)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:
@@ -328,21 +340,15 @@ def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int],
         while hear(desk[0], desk.ctypes.data + 8, 8) < 0 <= desk[0]:
             pass  # a signal
         if desk[laid] == nth:
-            longest, first, rows, seams, count = (
-                desk[laid + 1],
-                desk[laid + 2],
-                desk[laid + 4],
-                desk[laid + 6],
-                desk[laid + 8],
-            )
+            first, rows, seams, count = desk[laid + 1], desk[laid + 3], desk[laid + 5], desk[laid + 7]
             table, cuts, errors = (
                 np.empty((rows, width), np.int64),
                 np.empty(seams, np.int64),
                 np.zeros(count, np.int64),
             )
-            fetch(table.ctypes.data, desk[laid + 3], 8 * rows * width)
-            fetch(cuts.ctypes.data, desk[laid + 5], 8 * seams)
-            loop(table, longest, cuts, errors, first)
-            fetch(desk[laid + 7], errors.ctypes.data, 8 * count)
+            fetch(table.ctypes.data, desk[laid + 2], 8 * rows * width)
+            fetch(cuts.ctypes.data, desk[laid + 4], 8 * seams)
+            loop(table, cuts, errors, first)
+            fetch(desk[laid + 6], errors.ctypes.data, 8 * count)
 
     return attend

@@ -69,8 +69,8 @@ class Tables:
     device: int
     free: int
     used: int = 0
-    parts: dict[tuple[int, ...], list[Part]] = field(default_factory=dict)
-    """By what arrays batches share: a table is written once for all layers."""
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+    """By the id of what batches share: a table is written once for all layers."""
 
     def add(self, source: Ints, target: Ints, length: Ints) -> Table:
         """Append a table."""
@@ -136,17 +136,16 @@ class Lane:
 
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
-        pieces = [batch[0] for batch in batches]
-        kernel, sample = bool(self.staging.tables), next((part for part in pieces if len(part)), Pieces.join([]))
-        sample = sample.take(slice(SAMPLE)) if len(sample) > SAMPLE else sample
-        if surely_engine(sample, self.costs, kernel=kernel):
+        kernel, first_of = bool(self.staging.tables), next((batch for batch in batches if len(batch.pieces)), None)
+        if first_of is None or surely_engine(first_of.pieces.take(slice(SAMPLE)), self.costs, kernel=kernel):
             return Way.ENGINE
-        first = rows_of([sample])
+        pieces = [batch[0] for batch in batches]
+        first = rows_of([first_of[0].take(slice(SAMPLE))])
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:
             return way
-        shared = {arrays_of(part): part for part in pieces}.values()
+        shared = {id(part.table): part for part in pieces}.values()
         rows = sum(int(part.count.sum()) for part in shared)
         longest = max(int(part.length.max(initial=0)) for part in shared)
         fits = way is Way.KERNEL or longest <= self.staging.slot_bytes
@@ -233,7 +232,7 @@ class Lane:
         pieces, count = series.pieces, len(chosen)
         if not len(pieces):  # only counted, on the stream that counts the others
             return [lambda: None] * count
-        parts = tables.parts.get(same := arrays_of(pieces))
+        parts = tables.parts.get(same := id(pieces.table))
         if parts is None:
             parts = tables.parts[same] = self._parts(tables, pieces, way)
         staged = way is Way.STAGED
@@ -334,11 +333,6 @@ class Lane:
         self.staging.blocks.append((kind, address))
         self.staging.nbytes += nbytes
         return address
-
-
-def arrays_of(pieces: Pieces) -> tuple[int, ...]:
-    """What tells pieces apart that differ in more than their shift, while they are alive."""
-    return id(pieces.sources), id(pieces.targets), id(pieces.length), id(pieces.count)
 
 
 def _odd(series: Series) -> bool:

@@ -11,6 +11,7 @@ from layercast.move.cuda_pin import Pinning
 from layercast.plan.pieces import Series, Side
 
 _HOST: dict[Direction, tuple[Side, ...]] = {Direction.UP: ("source",), Direction.DOWN: ("target",)}
+_ROW: dict[Side, int] = {"source": 0, "target": 1}
 
 
 def direction_of(driver: Driver, batches: Sequence[Series]) -> Direction:
@@ -40,12 +41,12 @@ def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction
 
 def _first(series: Series, side: Side) -> int:
     """Where the first piece of the first part begins."""
-    array, nth = (series.pieces.sources, 0) if side == "source" else (series.pieces.targets, 1)
-    return int(array[0] + series.shifts[0, nth])
+    nth = _ROW[side]
+    return int(series.pieces.table[nth, 0] + series.shifts[0, nth])
 
 
 def _ends(series: Series, side: Side) -> tuple[int, ...]:
     """Its first and its last address on one side, if it has any pieces."""
-    array, nth = (series.pieces.sources, 0) if side == "source" else (series.pieces.targets, 1)
-    shifts = series.shifts[:, nth]
+    nth = _ROW[side]
+    array, shifts = series.pieces.table[nth], series.shifts[:, nth]
     return (int(array.min() + shifts.min()), int(array.max() + shifts.max())) if len(array) else ()

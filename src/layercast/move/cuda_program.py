@@ -10,11 +10,12 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
 Ints = npt.NDArray[np.int64]
-WIDTH = 16
-"""Columns of a row: what to do, up to fourteen arguments, and whose it is."""
+WIDTH = 11
+"""Columns of a row: what to do, up to nine arguments, and whose it is."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -41,8 +42,6 @@ class Program:
     """By the id of an array that was handed in: what is kept, and its address."""
     _series: dict[int, tuple[Series, tuple[int, ...], int]] = field(default_factory=dict)
     """By their id: where their arrays and their shifts lie."""
-    longest: int = 0
-    """Pieces in the longest row of copies."""
     pace: int = 0
     """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
 
@@ -66,10 +65,8 @@ class Program:
         self._add(Op.COPIES, *columns, stream, batched, at, count, tally, number, self.pace)
 
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
-        """Where the arrays of pieces lie, and how many pieces there are."""
-        hold, self.longest = self.hold, max(self.longest, len(pieces))
-        sides, sizes = (pieces.sources, pieces.targets), (pieces.length, pieces.count)
-        return *map(hold, (*sides, *sizes, pieces.source_stride, pieces.target_stride)), len(pieces)
+        """Where the table of pieces lies, and how many pieces there are."""
+        return self.hold(pieces.table), len(pieces)
 
     def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
         """One batch of what `columns` has said, shifted by the two numbers at the address `shift`."""
@@ -109,7 +106,7 @@ class Program:
         """Keep an array as long as the program; its address."""
         if id(array) not in self.held:
             plain = np.ascontiguousarray(array, np.int64)
-            self.held[id(array)] = array, plain.__array_interface__["data"][0]
+            self.held[id(array)] = array, address_of(plain)
             if plain is not array:
                 self.held[id(plain)] = plain, 0
         return self.held[id(array)][1]

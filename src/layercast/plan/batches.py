@@ -52,7 +52,7 @@ def _split(pieces: Pieces, most: int) -> Pieces:
     first = nth * rows[index]
     count = np.minimum(rows[index], pieces.count[index] - first)
     steps = (count > 1).astype(np.int64)
-    short = Pieces(
+    short = Pieces.of(
         pieces.source[index] + first * pieces.source_stride[index],
         pieces.target[index] + first * pieces.target_stride[index],
         pieces.length[index],
@@ -64,7 +64,7 @@ def _split(pieces: Pieces, most: int) -> Pieces:
     skip = nth * most
     cut = short.take(index)
     length = np.minimum(most, cut.length - skip)
-    return Pieces(cut.source + skip, cut.target + skip, length, cut.count, cut.source_stride, cut.target_stride)
+    return Pieces.of(cut.source + skip, cut.target + skip, length, cut.count, cut.source_stride, cut.target_stride)
 
 
 def _expanded(parts: Ints) -> tuple[Ints, Ints]:

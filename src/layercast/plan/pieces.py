@@ -8,7 +8,7 @@ blocks in the order in which they were freed, which is often last first.
 Does not know devices, gates or requests.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.plan.columns import Columns, columns_of, merged_columns, shifts_of
+from layercast.plan.runs import BlockRuns, checked_ids, runs_of
 from layercast.plan.segments import matched_segments
 from layercast.spec.groups import Group
 
@@ -26,68 +27,89 @@ Side = Literal["source", "target"]
 
 
 class Pieces(msgspec.Struct, frozen=True, eq=False):
-    """Copies as parallel int64 arrays: `count` times `length` bytes, each step `*_stride` further.
+    """Copies: `count` times `length` bytes, each step `*_stride` further.
 
-    A plain piece has count 1 (its strides are 0). A target stride may be negative; rows never overlap.
-    sources, targets: addresses before they are shifted. shift: bytes to add to them, so that the layers of a plan can
-    share all their arrays.
+    table: int64 [6, pieces], a row for each of COLUMNS, with addresses before they are shifted. A plain piece has count
+    1 (its strides are 0). A target stride may be negative; what is copied never overlaps. shift: bytes to add to the
+    addresses, so that the layers of a plan can share their table.
     """
 
-    sources: Ints
-    targets: Ints
-    length: Ints
-    count: Ints
-    source_stride: Ints
-    target_stride: Ints
+    table: Ints
     shift: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
-        return len(self.length)
+        return len(self.table[0])
 
     @property
     def source(self) -> Ints:
         """Where each piece begins on the source."""
-        return self.sources + self.shift[0] if self.shift[0] else self.sources
+        return self._row(0) + self.shift[0]
 
     @property
     def target(self) -> Ints:
         """Where each piece begins on the target."""
-        return self.targets + self.shift[1] if self.shift[1] else self.targets
+        return self._row(1) + self.shift[1]
+
+    @property
+    def length(self) -> Ints:
+        """Bytes of each copy of a piece."""
+        return self._row(2)
+
+    @property
+    def count(self) -> Ints:
+        """Copies of each piece."""
+        return self._row(3)
+
+    @property
+    def source_stride(self) -> Ints:
+        """Bytes from one copy to the next on the source."""
+        return self._row(4)
+
+    @property
+    def target_stride(self) -> Ints:
+        """Bytes from one copy to the next on the target."""
+        return self._row(5)
 
     @property
     def nbytes(self) -> int:
         """Bytes that all pieces copy."""
-        return int(np.dot(self.length, self.count))
+        return int(np.dot(self.table[2], self.table[3]))
 
     @property
     def size(self) -> tuple[int, int]:
         """(bytes, copies) of all pieces."""
-        return self.nbytes, int(self.count.sum())
+        return self.nbytes, int(self.table[3].sum())
 
     def take(self, index: "slice | Ints") -> "Pieces":
         """The chosen pieces."""
-        return Pieces.of(getattr(self, name)[index] for name in COLUMNS)
+        return Pieces(self.table[:, index], self.shift)
 
     @staticmethod
     def join(parts: Sequence["Pieces"]) -> "Pieces":
         """All pieces of several lists, in order."""
         if len(parts) == 1:
             return parts[0]
-        if not parts:
-            return _NOTHING
-        return Pieces.of(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
+        return Pieces(np.concatenate([_NONE, *(part.placed for part in parts)], axis=1))
+
+    @property
+    def placed(self) -> Ints:
+        """The table with addresses as they are."""
+        return self.table + np.array([*self.shift, 0, 0, 0, 0])[:, None] if any(self.shift) else self.table
 
     @staticmethod
     def plain(source: Ints, target: Ints, length: Ints) -> "Pieces":
         """Copies without runs."""
         one = np.ones_like(length)
-        return Pieces(source, target, length, one, one * 0, one * 0)
+        return Pieces.of(source, target, length, one, one * 0, one * 0)
 
     @staticmethod
-    def of(columns: Iterable[Ints]) -> "Pieces":
+    def of(*columns: Ints) -> "Pieces":
         """Pieces of arrays in the order of COLUMNS, not shifted."""
-        source, target, length, count, source_stride, target_stride = columns
-        return Pieces(source, target, length, count, source_stride, target_stride)
+        return Pieces(np.stack(columns))
+
+    def _row(self, nth: int) -> Ints:
+        row: Ints = self.table[nth]
+        return row
 
 
 class Series(msgspec.Struct, frozen=True, eq=False):
@@ -116,8 +138,7 @@ class Series(msgspec.Struct, frozen=True, eq=False):
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
 """What there is one of for each piece."""
 _UNMOVED = (0, 0)
-_NONE = np.zeros(0, np.int64)
-_NOTHING = Pieces(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+_NONE = np.zeros((len(COLUMNS), 0), np.int64)
 
 
 class DigestRanges(msgspec.Struct, frozen=True, eq=False):
@@ -134,26 +155,6 @@ class DigestRanges(msgspec.Struct, frozen=True, eq=False):
     def address(self) -> Ints:
         """Where each range begins."""
         return self.addresses + self.shift if self.shift else self.addresses
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRuns:
-    """Stretches of blocks adjacent on both sides: first source id, first target id, number of blocks.
-
-    step: 1 where target ids ascend with the source ids, -1 where they descend. pairs: (source block, target block) of
-    every block, in the order of the runs.
-    """
-
-    source: Ints
-    target: Ints
-    count: Ints
-    step: Ints
-    pairs: tuple[Ints, Ints]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks in all runs."""
-        return len(self.pairs[0])
 
 
 class Window(NamedTuple):
@@ -252,15 +253,14 @@ class CopyPlan:
 
     def part(self, first: int, last: int) -> "CopyPlan":
         """The same plan for the blocks [first, last) in the order of its runs."""
-        ends = np.cumsum(self.runs.count)
-        starts = ends - self.runs.count
+        ends = np.cumsum(self.runs.blocks_each)
+        starts = ends - self.runs.blocks_each
         low, high = np.maximum(starts, first), np.minimum(ends, last)
         keep = low < high
         skip = (low - starts)[keep]
         step = self.runs.step[keep]
         source, target = self.runs.source[keep] + skip, self.runs.target[keep] + skip * step
-        pairs = self.runs.pairs[0][first:last], self.runs.pairs[1][first:last]
-        runs = BlockRuns(source, target, (high - low)[keep], step, pairs)
+        runs = BlockRuns(source, target, (high - low)[keep], step, self.runs.joined[first:last])
         return CopyPlan(self.route, runs)
 
 
@@ -322,7 +322,7 @@ class Route:
         named[target] = True
         if np.count_nonzero(named) != len(target):
             raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
-        return CopyPlan(self, _runs(source, target))
+        return CopyPlan(self, runs_of(source, target))
 
 
 def route_between(source: Group, target: Group) -> Route:
@@ -336,18 +336,6 @@ def route_between(source: Group, target: Group) -> Route:
     return Route(source.name, source.blocks, target.blocks, columns, shifts_of(columns))
 
 
-def checked_ids(ids: Sequence[int], blocks: int, owner: str) -> Ints:
-    """Block ids as an array. Raises BadBlocks for one outside [0, blocks)."""
-    try:
-        array = np.array(ids, np.int64)
-    except OverflowError as error:
-        raise BadBlocks(f"{owner}: a block is outside 0..{blocks - 1}: {error}") from error
-    if (array.view(np.uint64) >= blocks).any():  # as which those below 0 are too large as well
-        bad = array[(array < 0) | (array >= blocks)][0]
-        raise BadBlocks(f"{owner}: block {bad} is outside 0..{blocks - 1}")
-    return array
-
-
 def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
     ours, theirs = source.planes_of(layer), target.planes_of(layer)
     if [plane.content for plane in ours] != [plane.content for plane in theirs]:
@@ -359,38 +347,19 @@ def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
     return merged_columns(parts)
 
 
-def _runs(source: Ints, target: Ints) -> BlockRuns:
-    """Maximal runs of block pairs, in order of the source id."""
-    if len(source) == 0:
-        return BlockRuns(source, target, source, source, (source, target))
-    steps_on = source[1:] - source[:-1]
-    if steps_on.min(initial=1) < 1:
-        order = np.argsort(source, kind="stable")
-        source, target = source[order], target[order]
-        steps_on = source[1:] - source[:-1]
-    steps = target[1:] - target[:-1]
-    # Targets are distinct, so a step up can't be followed by a step down: runs never need to be cut between the two.
-    breaks = ((steps_on != 1) | (np.abs(steps) != 1)).nonzero()[0] + 1
-    edges = np.empty(len(breaks) + 2, np.int64)
-    edges[0], edges[1:-1], edges[-1] = 0, breaks, len(source)
-    heads, ends = edges[:-1], edges[1:]
-    first = target[heads]
-    step = np.where(target[ends - 1] < first, -1, 1)
-    return BlockRuns(source[heads], first, ends - heads, step, (source, target))
-
-
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
     """Every column over every run; a column that fills its block stride on both sides is one long piece."""
-    source_stride, target_stride, length = (
-        array[:, None] for array in (columns.source_stride, columns.target_stride, columns.length)
-    )
-    plain = (length == source_stride) & (length == target_stride) & (runs.step > 0)
-    still = plain | (runs.count == 1)
-    return Pieces(
-        (runs.source * source_stride + columns.source[:, None]).ravel(),
-        (runs.target * target_stride + columns.target[:, None]).ravel(),
-        np.where(plain, runs.count * length, length).ravel(),
-        np.where(plain, 1, runs.count).ravel(),
-        np.where(still, 0, source_stride).ravel(),
-        np.where(still, 0, runs.step * target_stride).ravel(),
-    )
+    table = np.empty((len(COLUMNS), len(columns.length), len(runs.step)), np.int64)
+    source, target, length, count, source_stride, target_stride = table
+    from_, to, nbytes, from_step, to_step = (getattr(columns, name)[:, None] for name in Columns.__slots__)
+    plain = ((nbytes == from_step) & (nbytes == to_step)) & (runs.step > 0)
+    np.multiply(from_step, runs.source, out=source)
+    source += from_
+    np.multiply(to_step, runs.target, out=target)
+    target += to
+    np.multiply(nbytes, np.where(plain, runs.blocks_each, 1), out=length)
+    count[:] = np.where(plain, 1, runs.blocks_each)
+    steps = count > 1
+    np.multiply(from_step, steps, out=source_stride)
+    np.multiply(to_step, steps * runs.step, out=target_stride)
+    return Pieces(table.reshape(len(COLUMNS), -1))

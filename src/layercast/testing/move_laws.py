@@ -30,7 +30,7 @@ def pieces_of(*rows: Sequence[int]) -> Pieces:
     """Pieces from rows of (source, target, length[, count, source stride, target stride])."""
     full = [[*row, *(1, 0, 0)[len(row) - 3 :]] for row in rows]
     table = np.array(full, np.int64).reshape(-1, 6)
-    return Pieces.of(np.ascontiguousarray(column) for column in table.T)
+    return Pieces(np.ascontiguousarray(table.T))
 
 
 @st.composite
