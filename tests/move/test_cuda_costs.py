@@ -3,7 +3,7 @@ from contextlib import nullcontext
 
 import pytest
 from host_device import KERNEL, HostDevice
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layercast.move import cuda_costs
@@ -114,6 +114,7 @@ def test_costs_of_another_device_driver_version_or_kernel_are_not_used(tmp_path,
     assert read(path, CostFile(**{**about, **change}, links={})) == {}
 
 
+@settings(deadline=None)
 @given(links=st.dictionaries(st.text(max_size=8), COSTS, max_size=3), wrong=st.sampled_from([0.0, -1.0]))
 def test_a_file_holds_what_was_kept_and_nothing_that_costs_nothing(tmp_path_factory, links, wrong):
     path = tmp_path_factory.mktemp("costs") / "costs.json"
