@@ -64,6 +64,16 @@ def test_every_link_has_four_positive_figures(watched, direction, kernel):
     assert (costs.kernel_gbps == DEFAULT_COSTS[direction].kernel_gbps) is not kernel
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_kernel_is_timed_beside_compute_where_the_host_is_at_one_end(watched, direction):
+    kept_busy = []
+    costs = measure(
+        watched, direction, watched.driver, kernel=True, beside=lambda device: kept_busy.append(device) or nullcontext()
+    )
+    assert costs.kernel_gbps > 0
+    assert bool(kept_busy) is (direction in (Direction.UP, Direction.DOWN))
+
+
 def test_the_second_start_measures_nothing_and_prefers_the_same(watched, tmp_path):
     prefer_measured(watched, kernel=True, folder=tmp_path)
     first, copies = dict(watched.preferred), watched.copies

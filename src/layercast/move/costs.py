@@ -39,7 +39,7 @@ class Costs:
     """What one direction of one link costs, in a step of many batches.
 
     gbps: 1e9 bytes a second of a long copy; piece_us: least microseconds of the copy engine for one piece; row_us: for
-    one that goes by a kernel; kernel_gbps: what a kernel reaches on the link beside compute.
+    one that goes by a kernel; kernel_gbps: what a kernel reaches on the link, beside compute where the host is one end.
     forced: take this way wherever it can be taken, whatever it costs (to measure it).
     """
 
