@@ -168,7 +168,7 @@ def test_engine_blocks_that_can_not_be_are_refused_before_anything_moves(table, 
         with pytest.raises(BadBlocks, match=says):
             drive.pool.begin(StepOrders(7, (load,)))
         assert all((drive.engine.arrays[layer] == before[layer]).all() for layer in before)
-        drive.pool.directory.release(drive.pool._leases.pop(load.id)[0])
+        drive.pool.directory.release(drive.pool._loading.pop(load.id).lease)
 
 
 def test_requests_of_one_step_that_share_part_of_their_prefix_load_their_own_blocks():

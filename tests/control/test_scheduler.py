@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from layercast.config import Config
 from layercast.control.node import scheduler_side
+from layercast.control.rates import LARGE
 from layercast.control.scheduler import AT_ONCE, WorkerFacts
 from layercast.control.shelf import AHEAD_SHARE
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
-from layercast.plan.policy import Company
+from layercast.plan.policy import Company, Mode
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
 from layercast.spec.keys import Extra, ExtraKind
@@ -93,7 +94,11 @@ ASKED = [(TOKENS, 0), (TOKENS, 2 * BLOCK), ([9, *TOKENS], 0), (TOKENS[: 3 * BLOC
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["ask", "save", "settle", "lose", "renew", "load"]), st.integers(0, 7))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "save", "settle", "lose", "renew", "load", "compute"]), st.integers(0, 7))
+    )
+)
 def test_who_asks_again_is_answered_as_if_for_the_first_time(steps):
     side, last, under_way = side_of(10), {}, []
     for step, number in steps:
@@ -109,6 +114,8 @@ def test_who_asks_again_is_answered_as_if_for_the_first_time(steps):
             side.settle(loaded(order))
         elif step == "renew":
             side.renew()
+        elif step == "compute":
+            side.chooser.rates.computed(LARGE + number, 0.1)
         for nth, (tokens, local) in enumerate(ASKED):
             company = Company(number % 2, 0, 0)
             again = side.match(tokens, None, local, company=company, last=last.get(nth))
@@ -124,6 +131,16 @@ def test_who_asks_again_while_nothing_has_changed_gets_the_very_same_answer():
     first = side.match(TOKENS, request="hit")
     assert side.match(TOKENS, request="hit", last=first) is first
     assert side.match(TOKENS, request="hit", last=first, company=Company(1, 0, 0)) is not first
+
+
+def test_who_asks_again_is_decided_on_by_what_is_known_of_costs_by_then():
+    side, company = side_of(32), Company(running=2)
+    store(side)
+    side.chooser.rates.loaded(1 << 30, 1.0)
+    before = side.match(TOKENS, company=company)
+    assert before.decision.mode is Mode.BACKGROUND, "others run, and what a token costs is not known"
+    side.chooser.rates.computed(LARGE, 0.1)
+    assert side.match(TOKENS, company=company, last=before).decision.mode is Mode.LAYERWISE
 
 
 LONG = list(range(BLOCK * (AT_ONCE + 2)))

@@ -26,14 +26,16 @@ class Push:
     state: PushState = PushState.OFFERED
     reason: str = ""
     peer: Peer | None = None
-    quiet: bool = False
-    """Whether the push no longer touches our blocks."""
     over: threading.Event = field(default_factory=threading.Event)
-    """Set when it is quiet, for whoever waits."""
+    """Set when it is quiet."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the push no longer touches our blocks."""
+        return self.over.is_set()
 
     def hush(self) -> None:
         """The push touches our blocks no more."""
-        self.quiet = True
         self.over.set()
 
     def see(self, event: PushEvent, reason: str = "") -> bool:

@@ -6,7 +6,6 @@ Does not know requests, keys or tables. The clock is handed in.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from heapq import nlargest
 from statistics import median
 
 from layercast.config import Config
@@ -29,24 +28,29 @@ class Rates:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._loads: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._links: deque[float] = deque(maxlen=KEPT)
+        """Bytes a second of each load."""
         self._last_load_s = 0.0
         self._large: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._small_s: deque[float] = deque(maxlen=KEPT)
+        self._known: Estimate | None = None
+        """What was last made of them, as long as it stands."""
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """A load has landed that took so long from its first byte to its last."""
         now = self._clock()
         if now - self._last_load_s > FORGET_S:
-            self._loads.clear()
+            self._links.clear()
         if nbytes and seconds > 0:
-            self._loads.append((nbytes, seconds))
+            self._links.append(nbytes / seconds)
+            self._known = None
             self._last_load_s = now
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward over so many new tokens, without loads inside it, took so long."""
         if tokens >= LARGE and seconds > 0:
             self._large.append((tokens, seconds))
+            self._known = None
         elif tokens and seconds > 0:
             self._small_s.append(seconds)
 
@@ -58,13 +62,15 @@ class Rates:
         A forward that takes less than twice the least of the small ones may have waited for its launches all the time:
         it tells no more than that a token costs at most all of it.
         """
-        if not self._loads or not self._large or self._clock() - self._last_load_s > FORGET_S:
+        if not self._links or not self._large or self._clock() - self._last_load_s > FORGET_S:
             return None
-        link = max(nbytes / seconds for nbytes, seconds in self._loads)
-        least_s, most = min(self._small_s, default=0.0), nlargest(SEVERAL, self._large)[-1][0]
-        largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
-        costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
-        return Estimate(link, median(costs), least_s)
+        least_s = min(self._small_s, default=0.0)
+        if self._known is None or self._known.forward_s != least_s:
+            most = sorted(self._large)[-SEVERAL:][0][0]
+            largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
+            costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
+            self._known = Estimate(max(self._links), median(costs), least_s)
+        return self._known
 
 
 class Chooser:
@@ -82,8 +88,6 @@ class Chooser:
         self.rates = Rates(clock)
         self.halted = ""
         """Why nothing is loaded or saved any more."""
-        self.heard_of = 0
-        """How many loads have been reported."""
         self._block_bytes = tuple(block_bytes) or (0,) * len(specs)
         self._rules = Rules(
             threshold=config.kv_recompute_threshold,
@@ -101,7 +105,6 @@ class Chooser:
             self.halted = halted
             _log.error("the pool has stopped, everything is computed: %s", halted)
         for load in loads:
-            self.heard_of += 1
             if load.end is LoadEnd.LANDED:
                 self.rates.loaded(load.nbytes, load.transfer_s)
 
@@ -109,6 +112,6 @@ class Chooser:
         """Bytes of these blocks of each group."""
         return sum(len(blocks) * size for blocks, size in zip(needed, self._block_bytes, strict=True))
 
-    def decide(self, hit: Hit, company: Company) -> Decision:
+    def decide(self, hit: Hit, company: Company, estimate: Estimate | None) -> Decision:
         """What becomes of a hit."""
-        return decide(hit, self._rules, company, self.rates.estimate)
+        return decide(hit, self._rules, company, estimate)

@@ -20,17 +20,9 @@ from layercast.control.rates import Chooser
 from layercast.control.shelf import Absence
 from layercast.control.tables import Table, allocated, at_indices, blocks_at, ending
 from layercast.errors import Full, Missing, NotCacheable
-from layercast.flow.orders import (
-    BlockPairs,
-    LoadEnd,
-    LoadOrder,
-    LoadOutcome,
-    SaveOrder,
-    SaveOutcome,
-    StepReport,
-)
+from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
-from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Hit, Mode
+from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Estimate, Hit, Mode
 from layercast.plan.prefix import Usable, usable_prefix
 from layercast.spec.groups import GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity
@@ -42,20 +34,30 @@ AT_ONCE = 8
 class Match(msgspec.Struct, frozen=True):
     """What the pool can bring in for a prompt.
 
-    tokens: usable leading tokens, at most prompt - 1; those that the engine holds are included, unless there is nothing
-    beyond them (then 0). needed: block indices to load, by group, of `nbytes` bytes. keys: of all full blocks, hashed
-    when they are asked for. miss: why tokens is 0. coming: usable leading tokens once the saves under way have landed,
-    if these are more and worth a load; else 0. asked: of what, and of which state of the pool.
+    usable: as far as it has it. keys: of all full blocks, hashed when they are asked for. miss: why `tokens` is 0.
+    coming: usable leading tokens once the saves under way have landed, if these are more and worth a load; else 0.
+    nbytes: of what is to be loaded. asked: of what, and of which state of the pool. weighed: what was decided by.
     """
 
-    tokens: int
-    needed: tuple[range, ...]
+    usable: Usable
     keys: tuple[Sequence[bytes], ...]
     decision: Decision = NO_HIT
     miss: MissReason | None = None
     coming: int = 0
     nbytes: int = 0
-    asked: tuple[object, ...] = ()
+    asked: tuple[int, ...] = ()
+    weighed: tuple[Company, Estimate | None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that need no computing, at most prompt - 1, those that the engine holds included; 0 where
+        nothing beyond them is to be loaded."""
+        return 0 if self.decision.mode is Mode.RECOMPUTE else self.usable.tokens
+
+    @property
+    def needed(self) -> tuple[range, ...]:
+        """Block indices to load, by group."""
+        return self.usable.needed
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -73,12 +75,22 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class _Load:
+    """A load under way. keys: of the leased slots, by group. left: ranks on which it has not ended."""
+
+    lease: Lease
+    keys: Sequence[Sequence[bytes]]
+    left: int
+
+
+@dataclass(slots=True)
 class _Save:
-    """A save under way. keys: of what is saved, by group. doomed: its KV is not to be trusted."""
+    """A save under way. keys: of what is saved, by group. left: as in `_Load`. doomed: its KV is not to be trusted."""
 
     request: str
     reservation: str
     keys: Sequence[Sequence[bytes]]
+    left: int
     doomed: bool = False
 
 
@@ -123,11 +135,8 @@ class SchedulerSide:
         """Reservations whose blocks have no names yet, and these names."""
         self._shared_blocks = shared_blocks
         self.chooser = Chooser(config, specs, block_bytes, in_forward, told_ahead, directory.clock)
-        self._leases: dict[str, tuple[Lease, list[Sequence[bytes]]]] = {}
-        """Load order to its lease and the keys of the leased slots, by group."""
+        self._loading: dict[str, _Load] = {}
         self._saving: dict[str, _Save] = {}
-        self._ranks_left: dict[str, int] = {}
-        """Order to the number of ranks on which it has not ended."""
         self._numbers = count()
 
     def match(
@@ -148,39 +157,47 @@ class SchedulerSide:
         is in the forward to come. most_rest: most new tokens that it takes; None: no limit. last: what was answered
         before about the very same request: one that waits for room is asked about in every step.
         """
-        nothing, nameless = (range(0),) * len(self.specs), ((),) * len(self.specs)
         if self.chooser.halted:
-            return Match(0, nothing, nameless, NO_HIT, MissReason.STOPPED)
+            return self._no(MissReason.STOPPED)
         keys = self._names.of(request, tokens, len(tokens), extras)
+        try:
+            self.name(keys)
+            asked = self.directory.version, len(tokens), local_tokens, spare_last
+            if last is None or last.asked != asked:
+                last = self._found(keys, *asked)
+        except NotCacheable:
+            return self._no(MissReason.NOT_CACHEABLE)
+        hit, rest = last.usable.tokens - local_tokens, len(tokens) - last.usable.tokens
+        weighed = company, self.chooser.rates.estimate
+        if hit <= 0 or last.weighed == weighed:
+            return last
+        rest = rest if most_rest is None else min(rest, most_rest)
+        decision, miss = self.chooser.decide(Hit(hit, last.nbytes, rest), *weighed), None
+        if decision.mode is Mode.RECOMPUTE:
+            short = hit < self.config.kv_recompute_threshold
+            miss = MissReason.BELOW_THRESHOLD if short else MissReason.FASTER
+        return msgspec.structs.replace(last, decision=decision, miss=miss, weighed=weighed)
+
+    def _no(self, why: MissReason) -> Match:
+        return Match(Usable(0, (range(0),) * len(self.specs)), ((),) * len(self.specs), miss=why)
+
+    def _found(self, keys: tuple[Chain, ...], version: int, prompt: int, local_tokens: int, spare_last: bool) -> Match:
+        """What is there of a prompt of so many tokens in this state of the pool, undecided. Raises NotCacheable."""
 
         def usable_of(has: Sequence[Sequence[bool]]) -> Usable:
-            most = usable_prefix(self.specs, has, len(tokens), local_tokens=local_tokens)
+            most = usable_prefix(self.specs, has, prompt, local_tokens=local_tokens)
             if not spare_last or most.tokens <= local_tokens:
                 return most
             end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
-        try:
-            self.name(keys)
-            asked = self.directory.version, self.chooser.heard_of, len(tokens), local_tokens, spare_last, company
-            if last is not None and last.asked == asked:
-                return last
-            usable = usable_of(self._there(keys, local_tokens))
-            soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
-        except NotCacheable:
-            return Match(0, nothing, nameless, NO_HIT, MissReason.NOT_CACHEABLE)
+        usable = usable_of(self._there(keys, local_tokens))
+        soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
-        if (hit := max(0, usable.tokens - local_tokens)) == 0:
-            return Match(0, nothing, keys, NO_HIT, self._why(keys, local_tokens), soon, asked=asked)
-        nbytes, rest = self.chooser.nbytes(usable.needed), len(tokens) - usable.tokens
-        rest = rest if most_rest is None else min(rest, most_rest)
-        decision = self.chooser.decide(Hit(hit, nbytes, rest), company)
-        if decision.mode is Mode.RECOMPUTE:
-            short = hit < self.config.kv_recompute_threshold
-            why = MissReason.BELOW_THRESHOLD if short else MissReason.FASTER
-            return Match(0, nothing, keys, decision, why, soon, asked=asked)
-        return Match(usable.tokens, usable.needed, keys, decision, None, soon, nbytes, asked)
+        miss = self._why(keys, local_tokens) if usable.tokens <= local_tokens else None
+        asked = version, prompt, local_tokens, spare_last
+        return Match(usable, keys, NO_HIT, miss, soon, self.chooser.nbytes(usable.needed), asked)
 
     def load_order(self, request: str, match: Match, tables: Sequence[Table]) -> LoadOrder | None:
         """Lease the blocks of a match and order their load into the engine's blocks; None if they are gone by now.
@@ -200,8 +217,7 @@ class SchedulerSide:
         pairs = tuple([BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots])
         how = match.decision
         order = LoadOrder(f"load-{next(self._numbers)}", request, match.tokens, pairs, how.window, how.hidden_bytes)
-        self._leases[order.id] = (lease, wanted)
-        self._ranks_left[order.id] = self.directory.ranks
+        self._loading[order.id] = _Load(lease, wanted, self.directory.ranks)
         return order
 
     def save_order(
@@ -244,8 +260,7 @@ class SchedulerSide:
         groups = enumerate(zip(reservation.slots, tables, reservation.indices, strict=True))
         pairs = [BlockPairs(group, slots, blocks_at(table, at)) for group, (slots, table, at) in groups if slots]
         order = SaveOrder(f"save-{next(self._numbers)}", request, tuple(pairs))
-        self._saving[order.id] = _Save(request, reservation.id, reservation.keys)
-        self._ranks_left[order.id] = self.directory.ranks
+        self._saving[order.id] = _Save(request, reservation.id, reservation.keys, self.directory.ranks)
         return order
 
     def settle(self, report: StepReport, rank: int = 0) -> Settled:
@@ -266,7 +281,8 @@ class SchedulerSide:
                     self.backing.saved(mine.request, mine.keys)
             else:
                 self.directory.revoke(mine.reservation, rank)
-            if self._last(save.id):
+            mine.left -= 1
+            if not mine.left:
                 del self._saving[save.id]
                 ended.append(save.id)
         ended += [load.id for load in loads if self._ended(load)]
@@ -334,38 +350,30 @@ class SchedulerSide:
     @property
     def awaits_reports(self) -> bool:
         """Whether an order has not ended on every rank."""
-        return bool(self._ranks_left) or self.backing.awaits_reports
-
-    def _last(self, order: str) -> bool:
-        """Count one rank's end of an order; whether it was the last one's."""
-        self._ranks_left[order] -= 1
-        if self._ranks_left[order]:
-            return False
-        del self._ranks_left[order]
-        return True
+        return bool(self._loading or self._saving) or self.backing.awaits_reports
 
     def _judged(self, load: LoadOutcome) -> LoadOutcome:
         """The outcome; lost where its slots may have been another's while it read them and no digest was compared."""
-        lease = self._leases[load.id][0] if load.id in self._leases else None
-        if lease is None or lease.state is LeaseState.HELD or load.verified or load.end is not LoadEnd.LANDED:
+        mine = self._loading.get(load.id)
+        if mine is None or mine.lease.state is LeaseState.HELD or load.verified or load.end is not LoadEnd.LANDED:
             return load
-        return msgspec.structs.replace(
-            load, end=LoadEnd.LOST, reason=f"its lease was {lease.state} before it had landed"
-        )
+        reason = f"its lease was {mine.lease.state} before it had landed"
+        return msgspec.structs.replace(load, end=LoadEnd.LOST, reason=reason)
 
     def _ended(self, load: LoadOutcome) -> bool:
         """Drop what turned out bad; whether this was the last rank's outcome."""
-        if load.id not in self._leases:
+        mine = self._loading.get(load.id)
+        if mine is None:
             return False  # a push that was received has no lease here
-        lease, keys = self._leases[load.id]
         bad = set(load.bad_slots)
-        for group, (slots, named) in enumerate(zip(lease.slots, keys, strict=True) if bad else ()):
+        for group, (slots, named) in enumerate(zip(mine.lease.slots, mine.keys, strict=True) if bad else ()):
             self.directory.forget(group, [key for slot, key in zip(slots, named, strict=True) if (group, slot) in bad])
-        last = self._last(load.id)
-        if last:
-            self.directory.release(lease)
-            del self._leases[load.id]
-        return last
+        mine.left -= 1
+        if mine.left:
+            return False
+        self.directory.release(mine.lease)
+        del self._loading[load.id]
+        return True
 
     def _there(self, chains: Sequence[Chain], local_tokens: int, coming: bool = False) -> list[list[bool]]:
         has = [self.directory.has(group, coming) for group in range(len(chains))]
@@ -378,7 +386,7 @@ class SchedulerSide:
         absence = self.directory.absences(group, keys[group][:1])[0]
         if absence is None and local_tokens:
             return MissReason.HELD
-        return MissReason.NEVER_STORED if absence is None else _REASONS.get(absence, MissReason.NEVER_STORED)
+        return _REASONS.get(absence, MissReason.NEVER_STORED)
 
 
-_REASONS = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}
+_REASONS: dict[Absence | None, MissReason] = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}

@@ -10,6 +10,7 @@ from layercast.connector.transformers.embedded import open_engine
 from layercast.connector.transformers.engine import Engine, EngineSettings
 from layercast.control.scheduler import Match, Settled
 from layercast.flow.orders import StepReport
+from layercast.plan.prefix import Usable
 
 
 def prompt_of(length, seed=1):
@@ -69,7 +70,7 @@ class NoPool:
     busy_below, config = False, Config()
 
     def match(self, tokens, extras=None):
-        return Match(0, (), ())
+        return Match(Usable(0, ()), ())
 
     def bringing(self, request, tokens, extras=None):
         return False

@@ -162,12 +162,13 @@ def unscheduled(engine, ids, short):
     llm.step()
     known = next(known for name, known in engine.connector.tracked.items() if name.startswith("away"))
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-    while not known.failed:
-        if engine.connector._forwards.coming and held:  # before the step that would wait for it
+    forwards = engine.connector._forwards
+    while known not in forwards.failed:
+        if forwards.coming and held:  # before the step that would wait for it
             held.pop().land()
         llm.step()
     troubles.undo[0]()
-    run |= {"failed": known.failed, "mode": known.decision.mode, "status": known.request.status.name}
+    run |= {"failed": known in forwards.failed, "mode": known.decision.mode, "status": known.request.status.name}
     llm.abort_request(["away", "talk-away"])
     pool.free_blocks(taken)
     after = engine.run(short, params=nothing, keep_local=True)["replies"][0]

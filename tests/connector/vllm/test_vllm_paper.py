@@ -37,9 +37,10 @@ def test_all_blocks_are_free_in_the_end(facts):
 def test_a_failure_that_is_told_late_says_nothing_of_the_load_that_its_request_waits_for_by_then():
     """The request was preempted in between: that load is to be joined all the same, once it is said to have come."""
     forwards = Forwards(64, 2)
-    known = Tracked(SimpleNamespace(request_id="r"), {}, load=True, save=True, parked=True, loading="load-2")
+    load = LoadOrder("load-2", "r", 32, ())
+    known = Tracked(SimpleNamespace(request_id="r"), {}, load=True, save=True, parked=True, loading=load)
     assert forwards.misread(["r"], {"r": known}) == []
-    forwards.coming["r"] = LoadOrder("load-2", "r", 32, ())
+    forwards.coming["r"] = load
     assert forwards.misread(["r"], {"r": known}) == ["r"]
     assert forwards.left_behind("r") == ["r"]
     assert forwards.left_behind("r") == []

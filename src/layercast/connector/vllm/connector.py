@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
@@ -58,18 +58,22 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self.config = from_mapping(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         refuse(vllm_config, kv_cache_config)
-        if transfer.kv_load_failure_policy != "recompute" and role is KVConnectorRole.SCHEDULER:
+        self._layout = layout_in_force(vllm_config, kv_cache_config, self.config.block_major)
+        if role is KVConnectorRole.SCHEDULER:
+            self._say_what_is_in_force(transfer)
+
+    def _say_what_is_in_force(self, transfer: KVTransferConfig) -> None:
+        """Log the settings, and what a user may not expect of them."""
+        if transfer.kv_load_failure_policy != "recompute":
             _log.warning(
                 "kv_load_failure_policy is %r: a request whose cached KV is lost or damaged will end in an error; "
                 "set it to 'recompute'",
                 transfer.kv_load_failure_policy,
             )
-        self._layout = layout_in_force(vllm_config, kv_cache_config, self.config.block_major)
-        if role is KVConnectorRole.SCHEDULER:
-            _log.info("%s", start_line(self.config, transfer.kv_role, self._layout))
-        if self.config.block_major and not self._layout.startswith("B") and role is KVConnectorRole.SCHEDULER:
+        _log.info("%s", start_line(self.config, transfer.kv_role, self._layout))
+        if self.config.block_major and not self._layout.startswith("B"):
             _log.info("KV lies as %s: all layers of a block together were asked for, and not granted", self._layout)
-        if transfer.kv_role != "kv_both" and not self.config.disk_path and role is KVConnectorRole.SCHEDULER:
+        if transfer.kv_role != "kv_both" and not self.config.disk_path:
             _log.warning(
                 "kv_role is %r, but nothing is shared with other engines: set disk_path to a folder that they all see",
                 transfer.kv_role,

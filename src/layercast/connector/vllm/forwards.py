@@ -5,7 +5,7 @@ Does not know keys, blocks' content or what is decided.
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from layercast.connector.vllm.tracked import Tracked
 from layercast.connector.vllm.versions import Tables
@@ -25,9 +25,10 @@ class Forwards:
         """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
         self.leaving: dict[str, Tracked] = {}
         """Requests that have ended while what became of their loads was still to be reported."""
-        self.unsure: set[Tracked] = set()
+        self.failed: set[Tracked] = set()
         """Those whose load has failed and who have not computed since."""
-        self._readers: list[Tracked] = []
+        self._readers: dict[str, Sequence[int]] = {}
+        """Blocks of who shares the last step with a load that has not ended."""
         self._running: Collection[str] = ()
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
@@ -35,15 +36,13 @@ class Forwards:
 
     def read_by(self, scheduled: Collection[str], tracked: Mapping[str, Tracked], tables: Tables) -> None:
         """A step is ordered: who computes again, and which blocks share its forward with a load that has not ended."""
-        if self.unsure:
-            for known in [known for known in self.unsure if known.request.request_id in scheduled]:
-                known.failed = False
-                self.unsure.remove(known)
-        for known in self._readers:
-            known.reading = ()
-        self._readers = [tracked[name] for name in scheduled if name in tracked] if self.reading else []
-        for known in self._readers:
-            known.reading = tables.of(known.request.request_id)[0]
+        if self.failed:
+            self.failed = {known for known in self.failed if known.request.request_id not in scheduled}
+        self._readers = {name: tables.of(name)[0] for name in scheduled if name in tracked} if self.reading else {}
+
+    def doubtful(self, request: str) -> Sequence[int]:
+        """Blocks of a request whose last step may yet prove to have read what had not been loaded; none otherwise."""
+        return self._readers.get(request, ()) if self.reading else ()
 
     def company(self, request: str, alive: Collection[str]) -> Company:
         """Who shares the coming forward with a request that is about to be admitted."""

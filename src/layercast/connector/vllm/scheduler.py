@@ -129,11 +129,11 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is None:
             return 0, False
         known = self._track(request)
-        last, known.match, known.local = known.last, None, num_computed_tokens
+        known.local = num_computed_tokens
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
-        match = self._side.match(
+        known.match = match = self._side.match(
             request.all_token_ids,
             known.extras,
             num_computed_tokens,
@@ -141,13 +141,12 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._spare_last,
             self._forwards.company(request.request_id, self.tracked),
             self._forwards.most_tokens,
-            last,
+            known.match,
         )
-        known.last = match
         rising = self._side.rising(request.request_id, bool(match.coming))
         if (match.coming or rising) and self._may_wait(known, rising):
             return None, False
-        known.match, known.miss = match, match.miss
+        known.miss = match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
@@ -158,21 +157,21 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.get(request.request_id)
         if known is None:
             return
-        match, known.match = known.match, None
+        match = known.match
         if not known.counted:
             known.counted, mode = True, NO_HIT.mode if match is None else match.decision.mode
             self._stats.looked_up(num_external_tokens, known.tier, mode, known.miss)
         if match is None or num_external_tokens == 0:
             return
-        known.promised, known.failed = num_external_tokens, False
-        known.decision, known.parked = match.decision, match.decision.parked
+        self._forwards.failed.discard(known)
+        known.promised, known.decision, known.parked = num_external_tokens, match.decision, match.decision.parked
         tables = tables_of(blocks.get_block_ids())
         order = self._side.load_order(request.request_id, match, tables)
         if order is None:
             self._lost(known, match, tables)
             return
         self._due.aborts += self._forwards.left_behind(request.request_id)
-        known.order, known.loading = order, order.id
+        known.order, known.loading = order.id, order
         if not known.local:
             known.saved = match.tokens  # the pool has all that the engine holds of it
         self._drain_until_s = time.monotonic() + DRAIN_S
@@ -191,8 +190,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
-        known.failed = True
-        self._forwards.unsure.add(known)
+        self._forwards.failed.add(known)
         if known.parked:
             self._due.lost_requests.add(known.request.request_id)
         else:
@@ -208,9 +206,9 @@ class SchedulerHooks(KVConnectorBase_V1):
         """The step's orders: loads promised since the last one, saves of the blocks that it completes."""
         self._tables.step(scheduler_output)
         for name in scheduler_output.preempted_req_ids or ():
-            if (known := self.tracked.get(name)) is not None and known.reading and self._forwards.reading:
+            if (known := self.tracked.get(name)) is not None and (doubtful := self._forwards.doubtful(name)):
                 recovery.drop_in_flight(known.request)
-                self._holds.doubt(known.reading)
+                self._holds.doubt(doubtful)
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled and self._forwards.coming:
             self._join(scheduled)
@@ -240,15 +238,16 @@ class SchedulerHooks(KVConnectorBase_V1):
         coming = self._forwards.coming
         for name, order in list(coming.items()):
             known = self.tracked.get(name)
-            if known is None or (known.loading != order.id and not known.failed):
+            failed = known in self._forwards.failed
+            if known is None or (known.loading is not order and not failed):
                 del coming[name]
                 continue
-            if known.loading == order.id:
+            if known.loading is order:
                 self._due.joins.append(name)
                 self._forwards.reading.add(order.id)
             if name in scheduled:
                 known.parked = False
-                if known.failed:
+                if failed:
                     self._due.misled.add(name)
                     self._due.lost_blocks |= order.blocks
                 del coming[name]
@@ -267,12 +266,13 @@ class SchedulerHooks(KVConnectorBase_V1):
         if known is None:
             return False, None
         self._saves.forget(request.request_id)
-        self._forwards.unsure.discard(known)
+        failed = known in self._forwards.failed
+        self._forwards.failed.discard(known)
         reading = known.loading is not None and request.status not in ANSWERED
-        if not (reading or known.failed) and (save := self._saves.last(known, block_ids)) is not None:
+        if not (reading or failed) and (save := self._saves.last(known, block_ids)) is not None:
             self._order(save)
-        said = request.request_id in self._forwards.coming and (reading or known.failed)
-        if said or (known.reading and self._forwards.reading and request.status not in ANSWERED):
+        said = request.request_id in self._forwards.coming and (reading or failed)
+        if said or (self._forwards.doubtful(request.request_id) and request.status not in ANSWERED):
             self._holds.doubt(block_ids[0])  # nobody may find a load, or what is made of one, that may yet fail
         if reading and known.parked:
             self._due.aborts.append(request.request_id)
@@ -306,8 +306,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._meet(dict(found.facts))
         for request in connector_output.finished_recving or ():
             known = self.tracked.get(request)
-            if known is not None and known.order is not None and known.loading == known.order.id:
-                self._forwards.coming[request] = known.order
+            if known is not None and known.loading is not None:
+                self._forwards.coming[request] = known.loading
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
             for request in self._forwards.misread(settled.failed, self.tracked):
@@ -328,7 +328,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         """A load has ended on a rank, or over all of them."""
         leaving = self._forwards.leaving
         known = self.tracked.get(load.request) or leaving.get(load.request)
-        if known is None or known.order is None or known.order.id != load.id:
+        if known is None or known.order != load.id:
             return
         known.heard(load)
         if over:
@@ -339,8 +339,8 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _distrust(self, request: str) -> None:
         """A request whose load has failed once computes."""
         if (known := self.tracked.get(request)) is not None:
-            known.failed, known.load, known.loading = True, False, None
-            self._forwards.unsure.add(known)
+            known.load, known.loading = False, None
+            self._forwards.failed.add(known)
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What has been counted since the last call."""

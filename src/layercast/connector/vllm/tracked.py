@@ -26,8 +26,8 @@ class Tracked:
     """One live request.
 
     extras: what besides its tokens decides its KV. load, save: whether the pool may. saved: leading tokens whose saves
-    have been ordered. loading: the load order whose outcome it awaits. failed: its load has failed, and it has not
-    computed since. told: whether it asked to be told, in its reply, what the pool did.
+    have been ordered. loading: the load whose outcome it awaits. told: whether it asked to be told, in its reply, what
+    the pool did.
     """
 
     request: Request
@@ -37,8 +37,7 @@ class Tracked:
     told: bool = False
     saved: int = 0
     match: Match | None = None
-    last: Match | None = None
-    """What was answered when it was last asked about, promised or not."""
+    """What was found when it was last asked about, promised or not."""
     local: int = 0
     """Leading tokens that vLLM held itself."""
     promised: int = 0
@@ -49,14 +48,11 @@ class Tracked:
     asked_s: float | None = None
     """When it was first told to ask again."""
     decision: Decision = NO_HIT
-    order: LoadOrder | None = None
-    """Its last load."""
+    order: str = ""
+    """The id of its last load."""
     parked: bool = False
     """Whether it waits, or waited last, in the background."""
-    loading: str | None = None
-    reading: Sequence[int] = ()
-    """Its blocks in its last step, where some request of that step reads what is being loaded."""
-    failed: bool = False
+    loading: LoadOrder | None = None
     loaded: LoadOutcome | None = None
     """How its last load ended, on one rank; on one where it has failed, if there is any."""
     miss: MissReason | None = None
