@@ -9,7 +9,7 @@ from lab import Engine, model, prompt, tell
 
 from layercast.move.flights import HostFlight
 
-WAIT_MS, STALL_S = 150, 0.25
+WAIT_MS, STALL_S = 150, 0.6
 
 
 class Log(logging.Handler):
@@ -45,16 +45,15 @@ class Troubles:
         mover = issuer._mover
 
         class Stalling:
-            def submit(self, pieces, *, after=(), keep=()):
-                seen.append(pieces)
-                if len(seen) == number + 1:
-                    held = HostFlight()
-                    told(held)
-                    after = (*after, held)
-                return mover.submit(pieces, after=after, keep=keep)
-
-            def submit_all(self, pieces, *, after, keep=()):
-                return [self.submit(one, after=first, keep=keep) for one, first in zip(pieces, after, strict=True)]
+            def submit_all(self, batches, *, after, keep=()):
+                behind = list(after)
+                for nth, batch in enumerate(batches):
+                    seen.append(batch)
+                    if len(seen) == number + 1:
+                        held = HostFlight()
+                        told(held)
+                        behind[nth] = (*after[nth], held)
+                return mover.submit_all(batches, after=behind, keep=keep)
 
             def __getattr__(self, name):
                 return getattr(mover, name)

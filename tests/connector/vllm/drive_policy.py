@@ -9,6 +9,7 @@ from lab import BLOCK, Engine, model, prompt, tell
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from layercast.link import Link
 from layercast.observe.receipts import receipts_in
 from layercast.plan.policy import Estimate
 
@@ -102,8 +103,11 @@ def modes(engine, log, *prompts):
     }
     for name, run in ways.items():
         chooser.rates = unknown if name == "unknown" else Known()
+        # in two parts a load must not have ended when its first step has, however long that takes here
+        engine.worker.mover._link = Link(GBPS if name in ("alone", "unknown") else GBPS / 4)
         found[name] = run(name)
         found[name]["receipts"] = told(log, name)
+    engine.worker.mover._link = Link(GBPS)
     return found
 
 
