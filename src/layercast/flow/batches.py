@@ -145,7 +145,7 @@ class Ways:
         hashed: tuple[Side, Side],
         cuts: Sequence[tuple[tuple[tuple[int, ...], ...], tuple[Flight, ...]]],
     ) -> list[Batch]:
-        """What plans move of each cut, which is some windows and what they wait for; several windows as series.
+        """What plans move of each cut, which is some windows and what they wait for; alike ones as a series.
 
         hashed: which side is read, and which is the slab's. Of what the limits cut up the last batch is hashed, since
         movers keep order.

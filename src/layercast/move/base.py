@@ -98,7 +98,7 @@ class Mover(ABC):
 
     def _submitted(self, batch: Pieces | Series, after: Sequence[Flight], keep: Sequence[object]) -> Flight:
         try:
-            pieces = batch if isinstance(batch, Pieces) else batch[0] if len(batch) == 1 else Pieces.join(list(batch))
+            pieces = batch if isinstance(batch, Pieces) else Pieces.join(list(batch))
             return self.submit(pieces, after=after, keep=keep)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails one batch, and no thread
             failed = Landing()
