@@ -310,15 +310,15 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._forwards.coming[request] = known.loading
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
+            self._saves.doubt(settled.failed)
             for request in self._forwards.misread(settled.failed, self.tracked):
                 self._distrust(request)
             for load in settled.loads:
                 self._loaded(load, load.id in settled.ended)
             self._holds.release(settled.ended)
             self._forwards.reading.difference_update(settled.ended)
-            outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
-            self.outcomes += outcomes
-            for outcome in outcomes:
+            for outcome in (*settled.loads, *settled.saves):
+                self.outcomes.append(outcome)
                 self._stats.ended(outcome)
             self._stats.staged(rank, report.staging_bytes)
             for below in report.tier:
