@@ -154,8 +154,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
-        known = self.tracked.get(request.request_id)
-        if known is None:
+        if (known := self.tracked.get(request.request_id)) is None:
             return
         match = known.match
         if not known.counted:
@@ -317,8 +316,9 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._loaded(load, load.id in settled.ended)
             self._holds.release(settled.ended)
             self._forwards.reading.difference_update(settled.ended)
-            for outcome in (*settled.loads, *settled.saves):
-                self.outcomes.append(outcome)
+            outcomes: list[LoadOutcome | SaveOutcome] = [*settled.loads, *settled.saves]
+            self.outcomes += outcomes
+            for outcome in outcomes:
                 self._stats.ended(outcome)
             self._stats.staged(rank, report.staging_bytes)
             for below in report.tier:
