@@ -145,7 +145,7 @@ class CudaMover(Mover):
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
             if not laid:
-                whole = early or self._whole(lane, orders, runs, wave)
+                whole = self._whole(lane, orders, runs, wave) if others else early
                 for program in self._in_parts(lane, orders, runs, wave) if whole is None else [whole]:
                     self._issue.run(program.table(), self._cuts, wave.errors, wave.first)
             wave.issued.set()
@@ -274,7 +274,13 @@ class CudaMover(Mover):
         return self._program(lane, orders, runs, wave, Way.ENGINE, pinned=pinned)
 
     def _in_parts(self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave) -> Iterator[Program]:
-        """The wave in several programs: one moves while the next is written. On the thread that issues."""
+        """The wave in several programs: one moves while the next is written. On the thread that issues.
+
+        But in one where the kernel takes all of it, which is a row a batch.
+        """
+        if lane.way(orders.batches) is Way.KERNEL:
+            yield self._program(lane, orders, runs, wave, Way.KERNEL, pinned=True)
+            return
         for some in orders.growing(runs):
             way = lane.way([orders.batches[run.batch] for run in some])
             yield self._program(lane, orders, some, wave, way, pinned=True)

@@ -18,19 +18,18 @@ WORD = 16
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Pieces without runs: one row a copy, none of them empty. `batch`: the number of the list each came from."""
+    """Pieces without runs: one row a copy, none of them empty."""
 
     source: Ints
     target: Ints
     length: Ints
-    batch: Ints
 
     def __len__(self) -> int:
         return len(self.length)
 
     def take(self, index: "slice | Ints") -> "Rows":
         """The chosen rows."""
-        return Rows(self.source[index], self.target[index], self.length[index], self.batch[index])
+        return Rows(self.source[index], self.target[index], self.length[index])
 
 
 def aligned(pieces: "Pieces | Rows") -> bool:
@@ -41,18 +40,16 @@ def aligned(pieces: "Pieces | Rows") -> bool:
     return not any(int(np.bitwise_or.reduce(column, initial=0)) % WORD for column in columns)
 
 
-def rows_of(lists: "list[Pieces]") -> Rows:
-    """All lists of pieces as rows, each list's rows together and in order."""
-    pieces = Pieces.join(lists)
-    batch = np.repeat(np.arange(len(lists)), [len(part) for part in lists])
+def rows_of(pieces: Pieces) -> Rows:
+    """Pieces as rows, those of each together and in order."""
     if (pieces.count == 1).all() and pieces.length.all():
-        return Rows(pieces.source, pieces.target, pieces.length, batch)
+        return Rows(pieces.source, pieces.target, pieces.length)
     count = np.where(pieces.length > 0, pieces.count, 0)
     index = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     source = pieces.source[index] + nth * pieces.source_stride[index]
     target = pieces.target[index] + nth * pieces.target_stride[index]
-    return Rows(source, target, pieces.length[index], batch[index])
+    return Rows(source, target, pieces.length[index])
 
 
 def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:

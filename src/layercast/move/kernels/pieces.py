@@ -20,6 +20,8 @@ WORD_BYTES = 16
 BLOCK = 2048
 """64-bit words one program copies in a turn: 16 KiB."""
 WARPS = 8
+PARAMETERS = 9
+"""What a launch is given: seven numbers, and two pointers that Triton appends to memory that this kernel needs not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,15 @@ class PieceKernel:
     owner: Any
 
     def values(self, tables: "Sequence[Table]", shifts: Ints) -> Ints:
-        """Its parameters in each launch, int64 [launches, 9]. shifts: bytes added to sources and to targets.
+        """Its parameters in each launch, int64 [launches, PARAMETERS].
 
-        The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
+        tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes added to sources and to
+        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
         assert_aligned(shifts.ravel())
         assert not any(table.address % WORD_BYTES or table.columns % 2 for table in tables)
-        made = np.zeros((len(tables), 9), np.int64)  # Triton appends two pointers to memory that this kernel needs not
-        made[:, :5] = [
+        made = np.zeros((len(shifts), PARAMETERS), np.int64)
+        made.reshape(-1, len(tables), PARAMETERS)[:, :, :5] = [
             (
                 table.address,
                 table.address + 8 * table.columns,
