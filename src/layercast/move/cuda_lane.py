@@ -279,12 +279,10 @@ class Lane:
             part = rows.take(slice(first, last))
             staged = ends[first:last] - part.length - skipped
             heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
-            length = np.add.reduceat(part.length, heads)
-            if up:
-                long, short = Pieces.plain(part.source[heads], staged[heads], length), Rows(staged, part.target, part.length)
-            else:
-                long, short = Pieces.plain(staged[heads], part.target[heads], length), Rows(part.source, staged, part.length)
-            parts.append(Part(long, tables.add(short)))
+            from_, to = (part.source, staged) if up else (staged, part.target)
+            long = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads))
+            from_, to = (staged, part.target) if up else (part.source, staged)
+            parts.append(Part(long, tables.add(Rows(from_, to, part.length))))
             first = last
         return parts
 

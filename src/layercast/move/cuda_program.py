@@ -84,12 +84,18 @@ class Program:
         return self.hold(self.hold(values) + 8 * np.arange(values.size, dtype=np.int64))
 
     def launches(
-        self, kernel: tuple[int, int, int, int], stream: int, parameters: int, count: int, tally: int = 0, number: int = 0
+        self,
+        kernel: tuple[int, int, int, int],
+        stream: int,
+        parameters: int,
+        count: int,
+        tally: int = 0,
+        number: int = 0,
     ) -> None:
-        """So many launches, with their parameters as `parameters` has placed them; a batch each, owned and counted as
-        those of `copies`.
+        """Launches, a batch each, owned and counted as those of `copies`.
 
-        kernel: its function, programs, threads a program, and bytes of shared memory.
+        kernel: its function, programs, threads a program, and bytes of shared memory. parameters: where those of the
+        first lie, as `parameters` has placed them.
         """
         self._add(Op.LAUNCHES, *kernel, stream, parameters, count, tally, number)
 

@@ -36,7 +36,7 @@ class PieceKernel:
     def values(self, tables: "Sequence[Table]", shifts: Ints) -> Ints:
         """Its parameters in each launch, int64 [launches, PARAMETERS].
 
-        tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes added to sources and to
+        tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes to add to sources and
         targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
         assert_aligned(shifts.ravel())
