@@ -20,6 +20,7 @@ from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_ways import WORD, Ints, Rows, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
+from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
@@ -73,8 +74,8 @@ class Tables:
 
     def add(self, rows: Rows) -> Table:
         """Append a table."""
-        table, chunks = table_of(rows.source, rows.target, rows.length)
-        ctypes.memmove(self.host + self.used, table.ctypes.data, table.nbytes)
+        table, chunks = table_of(rows.table)
+        ctypes.memmove(self.host + self.used, address_of(table), table.nbytes)
         address = self.device + self.used
         self.used += table.nbytes
         return Table(address, table.shape[1], len(rows), chunks)
@@ -136,21 +137,24 @@ class Lane:
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
         kernel, first_of = bool(self.staging.tables), next((batch for batch in batches if len(batch.pieces)), None)
-        if first_of is None or surely_engine(first_of.pieces.take(slice(SAMPLE)), self.costs, kernel=kernel):
+        if first_of is None:
             return Way.ENGINE
-        pieces = [batch[0] for batch in batches]
-        first = rows_of(first_of[0].take(slice(SAMPLE)))
+        sample = Pieces(first_of.pieces.table[:, :SAMPLE])
+        if surely_engine(sample, self.costs, kernel=kernel):
+            return Way.ENGINE
+        first = rows_of(sample)
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:
             return way
-        shared = {id(part.table): part for part in pieces}.values()
-        rows = sum(int(part.count.sum()) for part in shared)
-        longest = max(int(part.length.max(initial=0)) for part in shared)
-        fits = way is Way.KERNEL or longest <= self.staging.slot_bytes
+        shared = {id(batch.pieces.table): batch.pieces for batch in batches}.values()
+        rows = sum(part.size[1] for part in shared)
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        fits &= 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        return way if fits and all(map(aligned, shared)) and not any(map(_odd, batches)) else Way.ENGINE
+        fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
+        if way is Way.STAGED:
+            fits &= max(int(part.length.max(initial=0)) for part in shared) <= self.staging.slot_bytes
+        fits &= all(aligned(part.table) for part in shared) and not any(map(_odd, batches))
+        return way if fits else Way.ENGINE
 
     def start(self, program: Program, way: Way) -> int:
         """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
@@ -282,7 +286,7 @@ class Lane:
             from_, to = (part.source, staged) if up else (staged, part.target)
             long = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads))
             from_, to = (staged, part.target) if up else (part.source, staged)
-            parts.append(Part(long, tables.add(Rows(from_, to, part.length))))
+            parts.append(Part(long, tables.add(Rows(np.stack([from_, to, part.length])))))
             first = last
         return parts
 
@@ -330,4 +334,4 @@ class Lane:
 
 def _odd(series: Series) -> bool:
     """Whether a part is shifted by what a kernel can't follow."""
-    return bool((series.shifts % WORD).any())
+    return bool(np.bitwise_or.reduce(series.shifts, axis=None) % WORD)
