@@ -71,6 +71,8 @@ class Tables:
     used: int = 0
     parts: dict[int, list[Part]] = field(default_factory=dict)
     """By the id of what batches share: a table is written once for all layers."""
+    placed: dict[int, int] = field(default_factory=dict)
+    """By the id of a series: where the parameters of its launches begin."""
 
     def add(self, rows: Rows) -> Table:
         """Append a table."""
@@ -170,6 +172,7 @@ class Lane:
             self.driver.sleep_until(self._tables.free)
             self._tables.used = 0
             self._tables.parts.clear()
+            self._tables.placed.clear()
         return len(program.rows)
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -191,15 +194,15 @@ class Lane:
         pinned: the device reaches both sides.
         """
         stream, tally = self._last(way), self.tally.address
-        if way is Way.ENGINE or not series.pieces.nbytes:  # of no bytes only the counting is left
+        moved = [] if way is Way.ENGINE else self._parts(series.pieces, way)
+        if not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
-            moved = self._parts(series.pieces, way)
-            at = self._parameters(program, moved, series.shifts[parts.start : parts.stop])
+            at = self._placed(program, series, moved) + LAUNCH_BYTES * parts.start
             program.launches(self._launched(GRID[self.direction]), stream, at, len(parts), tally, number)
         else:
-            self._stage(program, series, parts, number)
+            self._stage(program, series, parts, moved, number)
         return stream
 
     def skip(self, number: int) -> None:
@@ -225,9 +228,9 @@ class Lane:
             program.rows += first
         program.record(self._tail, stream)
 
-    def _stage(self, program: Program, series: Series, chosen: range, number: int) -> None:
-        """Each part by way of slots: long copies between host and slot, a launch between slot and blocks."""
-        up, parts = self.direction is Direction.UP, self._parts(series.pieces, Way.STAGED)
+    def _stage(self, program: Program, series: Series, chosen: range, parts: Sequence[Part], number: int) -> None:
+        """Parts of a series by way of slots: long copies between host and slot, a launch between slot and blocks."""
+        up = self.direction is Direction.UP
         slots = [self.staging.slot() for _ in range(len(chosen) * len(parts))]
         long = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
         short = long.copy()
@@ -257,18 +260,29 @@ class Lane:
         assert self.kernel is not None
         return self.kernel.function, grid, self.kernel.threads, self.kernel.shared
 
+    def _placed(self, program: Program, series: Series, parts: Sequence[Part]) -> int:
+        """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
+        assert self._tables is not None
+        if (at := self._tables.placed.get(id(series))) is None:
+            at = self._tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
+        return at
+
     def _parameters(self, program: Program, parts: Sequence[Part], shifts: Ints) -> int:
         """Where those of launches lie that take these parts in turn, each with its shifts."""
         assert self.kernel is not None
         return program.parameters(self.kernel.values([part.table for part in parts], shifts))
 
     def _parts(self, pieces: Pieces, way: Way) -> list[Part]:
-        """What pieces are, apart from their shift, with tables that this program has for all layers."""
-        assert self._tables is not None
-        if (parts := self._tables.parts.get(id(pieces.table))) is None:
+        """What pieces are, apart from their shift, with tables that this program has for all layers; [] = no bytes."""
+        tables = self._tables
+        assert tables is not None
+        if (parts := tables.parts.get(id(pieces.table))) is None:
             rows = rows_of(Pieces(pieces.table))
-            parts = self._cut(self._tables, rows) if way is Way.STAGED else [Part(_NO_PIECES, self._tables.add(rows))]
-            self._tables.parts[id(pieces.table)] = parts
+            if way is Way.STAGED:
+                parts = self._cut(tables, rows)
+            else:
+                parts = [Part(_NO_PIECES, tables.add(rows))] if len(rows) else []
+            tables.parts[id(pieces.table)] = parts
         return parts
 
     def _cut(self, tables: Tables, rows: Rows) -> list[Part]:
