@@ -1,13 +1,13 @@
 """Loads of real sizes, a gigabyte and more, under limits. Addresses only: nothing of it is allocated or copied."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from layercast.config import Config
-from layercast.flow.batches import Ways
-from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, StepOrders
+from layercast.flow.batches import AT_ONCE_BYTES, SAVE_PARTS, Ways
+from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
 from layercast.move.base import Mover
 from layercast.move.flights import HostFlight, landed
@@ -145,3 +145,17 @@ def test_without_limits_a_gigabyte_in_bulk_is_one_batch():
     worker.begin(StepOrders(0, (load("large", range(1024), range(1024), 0),)))
     assert [batch.nbytes for batch in mover.batches] == [GIB]
     mover.land_next()
+
+
+@pytest.mark.parametrize("slots", [1, 1000])
+@pytest.mark.parametrize(("on_device", "layerwise"), [(True, True), (True, False), (False, True)])
+def test_a_device_saves_few_bytes_at_once_and_many_in_some_parts(slots, on_device, layerwise):
+    worker, _, engine = worker_of(use_layerwise=layerwise)
+    ways = replace(worker.ways, on_device=on_device)
+    order = SaveOrder("s", "r", (BlockPairs(0, tuple(range(slots)), tuple(range(slots))),))
+    few = ways.sizes[0] * slots <= AT_ONCE_BYTES
+    windows = set(ways.save_windows([order]).values())
+    assert sorted(layer for window in windows for layer in window) == list(engine.layers)
+    most = {(True, True): 1 if few else SAVE_PARTS, (True, False): 1, (False, True): len(engine.layers)}
+    assert len(windows) <= most[on_device, layerwise]
+    assert (len(windows) > 1) == (layerwise and not (on_device and few))

@@ -38,7 +38,8 @@ class Watched:
 def _few_rounds(monkeypatch):
     """The figures don't matter here; no cores to keep busy either."""
     monkeypatch.setattr(cuda_costs, "ROUNDS", 1)
-    monkeypatch.setattr(cuda_costs, "LONG", 32 << 20)
+    monkeypatch.setattr(cuda_costs, "LONG", 16 << 20)
+    monkeypatch.setattr(cuda_costs, "BATCHES", 2)
     monkeypatch.setattr(cuda_costs.measure, "__kwdefaults__", {"beside": lambda _: nullcontext()})
 
 

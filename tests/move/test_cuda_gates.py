@@ -59,7 +59,7 @@ def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, move
     gate.arm({0: 1})
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     flight = mover.submit(batch)
-    flight.wait(SOON_S)
+    flight.wave.wait(SOON_S)
     flight.wave._done = False  # as if the host had not learned of it yet
     word[0] = -1
     gate.open(0, flight)
@@ -75,7 +75,7 @@ def test_a_layer_waits_for_its_part_of_what_was_under_way_and_for_what_came_late
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     (series,) = mover.submit_all([Series(batch, np.zeros((2, 2), np.int64), (0, 1))])
     late = mover.submit(batch)
-    late.wait(SOON_S)
+    late.wave.wait(SOON_S)
     for flight in (series, late):
         flight.wave._done = False  # as if the host had not learned of it yet
     word[0] = -1
@@ -212,7 +212,7 @@ def test_at_any_time_what_a_gate_misses_and_what_has_come_make_up_all(device, mo
 def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_flight(device, mover, batch):
     gate, flight, held = CudaGate(device, lambda: 99), mover.submit(batch), []
     gate.arm({0: 1})
-    flight.wait(SOON_S)
+    flight.wave.wait(SOON_S)
     flight.wave._done = False  # as if the host had not learned of it yet
     words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)[0] = -1
     opens = iter([lambda: gate.open(0, flight)])
@@ -232,7 +232,7 @@ def tally(device):
 @pytest.fixture
 def copied(device, tally):
     """(a flight in a lane's queue, what hands it over)."""
-    wave = Wave(tally, 1, Event(0, lambda _: None))
+    wave = Wave(device, tally, 1, Event(0, lambda _: None))
     wave.queue()
     program, loop = Program(), plain_issue(device.calls, (0, 0)).run
     program.count(1, tally.address, 0)

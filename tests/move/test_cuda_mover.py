@@ -353,6 +353,26 @@ def test_an_error_of_the_device_fails_the_flight_and_stops_nothing(device, call)
     mover.close(SOON_S)
 
 
+def test_a_flight_has_landed_as_soon_as_the_device_has_counted_it_whoever_is_told_later(device, monkeypatch):
+    mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(64), memory.alloc(64)
+    memory.write(source, b"x" * 64)
+    slow = threading.Event()
+    monkeypatch.setattr(device, "sleep_until", lambda *_: slow.wait(SOON_S))
+    flight, told = mover.submit(pieces_of((source, target, 16))), []
+    flight.then(told.append)
+    flight.wait(SOON_S)
+    assert flight.done
+    assert flight.error is None
+    assert memory.read(target, 16) == b"x" * 16
+    assert told == []
+    slow.set()
+    flight.wave.wait(SOON_S)
+    mover.close(SOON_S)
+    assert told == [flight]
+    assert flight.done
+
+
 @pytest.mark.parametrize("call", ["copy_batch", "sleep"])
 def test_a_mover_whose_device_is_lost_says_so(device, call):
     mover, memory = mover_of(device, {}), DeviceMemory(device, (HOST, DEVICE))
@@ -383,7 +403,7 @@ def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_
         [mover.submit(pieces), *mover.submit_all([pieces] * 2)] if dies == "sleep_until" else [mover.submit(pieces)]
     ):
         with pytest.raises(BrokenInvariant, match="restart the engine"):
-            flight.wait(SOON_S)
+            flight.wave.wait(SOON_S)  # as whoever is told; who looks at the count may see that it has landed
     assert "restart the engine" in mover.halted
     monkeypatch.undo()
     mover.close(SOON_S)

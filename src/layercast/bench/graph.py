@@ -96,7 +96,7 @@ class _Captured:
     def __init__(self, here: Ground, forward: Forward) -> None:
         driver, layers = here.device.driver, here.shape.layers
         self.here, self.forward, self.stream = here, forward, here.device.compute
-        self.mover = here.device.mover()
+        self.mover = here.mover()
         self.gate, self.progress = FlagGate(driver, layers), FlagGate(driver, layers)
         with torch.cuda.stream(self.stream):
             forward()

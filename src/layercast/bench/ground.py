@@ -123,6 +123,12 @@ class Ground:
     saving: Route
     about: str
 
+    def mover(self, way: Way | None = None, *, plain: bool = False) -> CudaMover:
+        """As `Device.mover`; one that knows this slab, as an engine's does."""
+        mover = self.device.mover(way, plain=plain)
+        mover.follow(self.pinning)
+        return mover
+
     @property
     def nbytes(self) -> int:
         """Bytes of all layers of all blocks that move."""

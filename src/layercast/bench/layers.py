@@ -28,7 +28,7 @@ def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bo
     with ground(device, shape, tokens) as here, ExitStack() as stack:
 
         def mover(way: Way | None = None, *, plain: bool = False) -> CudaMover:
-            made = device.mover(way, plain=plain)
+            made = here.mover(way, plain=plain)
             stack.callback(made.close, SOON_S)
             return made
 

@@ -51,8 +51,8 @@ class Run:
     def __init__(self, here: Ground, forward: Forward) -> None:
         device = here.device
         self.here, self.forward = here, forward
-        self.auto, self.plain = device.mover(), device.mover(plain=True)
-        self.staged = device.mover(Way.STAGED) if device.kernel else None
+        self.auto, self.plain = here.mover(), here.mover(plain=True)
+        self.staged = here.mover(Way.STAGED) if device.kernel else None
         self.whole = device.whole_mover()
         self.in_order = here.in_order()
         self.gate = CudaGate(device.driver)

@@ -70,7 +70,7 @@ def at_once(devices: Sequence[Device], shape: Shape, tokens: int, repeats: int) 
     """Every device loads its blocks from its own slab: one alone, then all, each so much later than the one before."""
     with ExitStack() as stack:
         grounds = [stack.enter_context(ground(device, shape, tokens)) for device in devices]
-        movers = [device.mover() for device in devices]
+        movers = [here.mover() for here in grounds]
         steps = [here.step(up=True) for here in grounds]
 
         def load(count: int, stagger_us: float) -> list[float]:

@@ -15,12 +15,12 @@ from layercast.flow.issue import Batch
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
 from layercast.flow.runs import Kept, LoadRun, SaveRun
 from layercast.move.base import Digests, Flight
-from layercast.plan.batches import batches_of, windows_of
+from layercast.plan.batches import batches_of, windows_by_layer, windows_of
 from layercast.plan.pieces import CopyPlan, Route, Side, route_between
 from layercast.spec.groups import Layout
 
-SAVE_PARTS = 8
-"""In how many parts a device saves a step's layers."""
+SAVE_PARTS, AT_ONCE_BYTES = 8, 64 << 20
+"""In how many parts a device saves a step's layers, if they are more bytes than a link carries in a millisecond."""
 
 
 class SlabMemory(Protocol):
@@ -82,12 +82,17 @@ class Ways:
         """Whether what moves is hashed. What lies on a device is not: reading it back costs more than moving it."""
         return self.config.verify and not self.on_device
 
-    @property
-    def save_window(self) -> int:
-        """Layers that are saved together, 0 for all. A device is handed a step's saves at its end, so that a few parts
-        of it overlap with compute as well as a part a layer does, for less of the forward's time."""
+    def save_windows(self, orders: Sequence[SaveOrder]) -> Mapping[int, tuple[int, ...]]:
+        """For each layer those that are saved together with it.
+
+        A device is handed a step's saves at its end, so that a few parts of it overlap with compute as well as a part
+        a layer does, for less of the forward's time; and where they are few bytes, none needs to.
+        """
         window = self.config.layerwise_window if self.config.use_layerwise else 0
-        return max(window, -(-len(self.layers) // SAVE_PARTS)) if self.on_device and window else window
+        if self.on_device and window:
+            nbytes = sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
+            window = max(window, -(-len(self.layers) // SAVE_PARTS)) if nbytes > AT_ONCE_BYTES else 0
+        return windows_by_layer(self.layers, window)
 
     @property
     def slots(self) -> tuple[int, ...]:

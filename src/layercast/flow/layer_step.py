@@ -4,7 +4,7 @@ Knows layers and what was ordered for them. Does not know blocks, slots, or how 
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from layercast.errors import DeadlineExceeded, Missing
@@ -31,6 +31,7 @@ class LayerStep:
         self._timeline = worker.timeline
         self._loads = loads
         self._saving: SaveRun | None = None
+        self._window_of: Mapping[int, Sequence[int]] = {}
         self._due: dict[int, Sequence[int]] = {}
         """Layers to be saved that have not been announced, and their windows."""
         self._kept: list[tuple[PushOrder, int]] = []
@@ -47,7 +48,8 @@ class LayerStep:
         self._worker.start(orders.tier[len(told.tier) :])
         if orders.saves and not told.saves:
             self._saving = self._worker.save(orders.saves)
-            self._due = {layer: self._worker.window_of[layer] for layer in self._saving.layers}
+            self._window_of = self._worker.ways.save_windows(orders.saves)
+            self._due = {layer: self._window_of[layer] for layer in self._saving.layers}
 
     @property
     def number(self) -> int:
@@ -109,7 +111,7 @@ class LayerStep:
 
     def _sweep(self, saving: SaveRun) -> None:
         """Have what no hook has announced, and the windows that it belongs to, saved in one go."""
-        window_of, due = self._worker.window_of, self._due.keys()
+        window_of, due = self._window_of, self._due.keys()
         saving.swept |= due
         missing = sorted(layer for layer in saving.layers if not due.isdisjoint(window_of[layer]))
         self._ready.append((missing, self._worker.mover.mark()))

@@ -29,7 +29,6 @@ from layercast.flow.tier import Tier
 from layercast.move.base import Flight, Gate, Mover
 from layercast.move.flights import delayed
 from layercast.observe.timeline import OFF, Timeline
-from layercast.plan.batches import windows_of
 from layercast.plan.pieces import Pieces
 
 
@@ -84,8 +83,6 @@ class Worker:
         self.issuer = Issuer(mover, ways.config.layerwise_prefetch_layers, (*keep, ways.slab), timeline)
         self.timeline = timeline
         self.peers = peers
-        windows = windows_of(ways.layers, ways.save_window)
-        self.window_of = {layer: window for window in windows for layer in window}
         self._loads: list[LoadRun] = []
         self._background: list[LoadRun] = []
         """Those of `_loads` that no forward reads and whose request still waits for them."""

@@ -20,7 +20,7 @@ from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
-from layercast.move.cuda_issue import Issue, best_issue
+from layercast.move.cuda_issue import Issue, best_issue, nap_exactly
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
@@ -130,7 +130,7 @@ class CudaMover(Mover):
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
         lane, runs, laid = arm.lane, orders.runs(), False
         count = sum(len(run.parts) for run in runs)
-        wave = Wave(lane.tally, count, self._events.take())
+        wave = Wave(self._driver, lane.tally, count, self._events.take())
         early = None if others else self._whole(lane, orders, runs, wave)
         table = None if early is None else early.table()
 
@@ -259,9 +259,14 @@ class CudaMover(Mover):
                 lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
-                desk = Desk(self._issue, self._driver.calls.ring, self._driver.bind)
+                desk = Desk(self._issue, self._driver.calls.ring, self._begin)
                 self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
+
+    def _begin(self) -> None:
+        """What a thread that issues does first."""
+        self._driver.bind()
+        nap_exactly()
 
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)

@@ -30,11 +30,11 @@ _log = logging.getLogger("layercast")
 LONG, SHORT, MIDDLE = 64 << 20, 4 << 10, 16 << 10
 """Bytes of the long copy; of pieces so short that their number is all that counts; of those a kernel copies."""
 COUNT, BATCHES = 512, 8
-"""Pieces in a batch, batches in an order: about what a step of a model is."""
+"""Pieces in a batch, batches in the shorter of two orders that are compared; the longer is about a step of a model."""
 ROUNDS = 7
 SOON_S = 10.0
-PRODUCT, PRODUCTS = 4096, 200
-"""Rows of the square matrices that a kernel's copies are measured beside, and how many products: 35 ms of an H100."""
+PRODUCT, PRODUCTS = 4096, 1000
+"""Rows of the square matrices that a kernel's copies are measured beside, and how many products: 0.2 s of an H100."""
 
 Beside = Callable[[int], AbstractContextManager[None]]
 """beside(device): something that keeps the device's cores busy inside the block."""
@@ -137,28 +137,24 @@ def measure(
     """
 
     def us(way: Way, pieces: Pieces, batches: int = BATCHES) -> float:
-        """Median microseconds from the order to the landing, without those that a single short piece takes."""
+        """Microseconds that a batch of many takes: what an order and its landing cost by themselves is left out."""
         mover.prefer({direction: only(way)[direction]})
-        took = _median_us(mover, [pieces] * batches)
-        return max(took - alone, took / 10)  # what is left of two times alike says nothing
+        few, many = (_median_us(mover, [pieces] * count) for count in (batches, 4 * batches))
+        return max((many - few) / 3, few / 10) / batches  # what is left of two times alike says nothing
 
     default = DEFAULT_COSTS[direction]
     with _memory(mover.driver, other, direction) as (source, target):
-        alone = 0.0
-        at, to = np.array([source]), np.array([target])
-        alone = us(Way.ENGINE, _pieces(at, to, SHORT), 1)
-        gbps = BATCHES * LONG / us(Way.ENGINE, _pieces(at, to, LONG)) / 1e3
+        gbps = LONG / us(Way.ENGINE, _pieces(np.array([source]), np.array([target]), LONG), 1) / 1e3
         up = direction is Direction.UP
         short, middle = _scattered(source, target, SHORT, up=up), _scattered(source, target, MIDDLE, up=up)
-        pieces = COUNT * BATCHES
-        piece_us = us(Way.ENGINE, short) / pieces
+        piece_us = us(Way.ENGINE, short) / COUNT
         if not kernel:
             return dataclasses.replace(default, gbps=gbps, piece_us=piece_us)
         staged = direction in (Direction.UP, Direction.DOWN)
-        row_us = us(Way.STAGED if staged else Way.KERNEL, short) / pieces
+        row_us = us(Way.STAGED if staged else Way.KERNEL, short) / COUNT
         us(Way.KERNEL, middle)  # loads the kernel
         with beside(mover.driver.device) if staged else nullcontext():
-            kernel_gbps = middle.nbytes * BATCHES / us(Way.KERNEL, middle) / 1e3
+            kernel_gbps = middle.nbytes / us(Way.KERNEL, middle) / 1e3
     return Costs(gbps, piece_us, row_us, kernel_gbps)
 
 

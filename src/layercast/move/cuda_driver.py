@@ -125,15 +125,18 @@ class Driver:
 
     def check(self, what: str, code: int) -> None:
         """Raise DeviceFailed, or OutOfMemory, unless `code` is 0."""
-        if code == 0:
-            return
+        if code != 0:
+            raise self.failure(what, code)
+
+    def failure(self, what: str, code: int) -> OutOfMemory | DeviceFailed:
+        """What an error code comes to; of some the device is `lost`."""
         text = f"{what} failed: {self.name_of(code)}"
         if code == _NO_MEMORY:
-            raise OutOfMemory(f"{text}; lower gpu_staging_bytes or host_bytes, or free memory")
+            return OutOfMemory(f"{text}; lower gpu_staging_bytes or host_bytes, or free memory")
         if code in _FATAL:
             self.lost = self.lost or f"{text}, so nothing works on this device any more; restart the engine"
-            raise DeviceFailed(self.lost)
-        raise DeviceFailed(f"{text}; the copy did not happen, and a device that keeps failing needs a new process")
+            return DeviceFailed(self.lost)
+        return DeviceFailed(f"{text}; the copy did not happen, and a device that keeps failing needs a new process")
 
     def name_of(self, code: int) -> str:
         """The driver's name of an error code."""

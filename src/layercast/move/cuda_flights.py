@@ -1,9 +1,9 @@
 """Flights on a device: a number that the device counts up to, and the threads that end them on the host.
 
 A lane counts the batches it has moved in a word of pinned memory (its *tally*). A flight has its number there as soon
-as it stands in the lane's queue, where copies wait for it. A forward's stream may, once the device
-has been handed it. It has *landed* once the count has come that far; the host learns of that when its whole wave
-has. Does not know pieces, programs or gates.
+as it stands in the lane's queue, where copies wait for it. A forward's stream may, once the device has been handed it.
+It has landed once the count has come that far, which whoever asks sees at once; who wants to be told is told when its
+whole wave has. Does not know pieces, programs or gates.
 """
 
 import queue
@@ -26,6 +26,8 @@ from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
 _MOST = 0xFFFFFFFF
+NAP_S, LATE = 20e-6, 0.002
+"""Between two looks at a count by a thread that waits for it: least seconds, and part of what it has waited so far."""
 
 
 class Event:
@@ -107,7 +109,8 @@ class Tally:
         self._bell.ring()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Nobody waits any more; who asks gets what the count came to, also once its memory is given back."""
+        self._word, self._handed = self._word.copy(), self._handed.copy()
         self._bell.close()
 
 
@@ -119,15 +122,14 @@ def _reaches(count: int, number: int) -> bool:
 class Wave(HostFlight):
     """The flights of one submission: they are handed over together and end together."""
 
-    def __init__(self, tally: Tally, count: int, event: Event) -> None:
+    def __init__(self, driver: Driver, tally: Tally, count: int, event: Event) -> None:
         super().__init__()
+        self.driver = driver
         self.tally = tally
         self.event = event
         """Recorded behind the last of them."""
         self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
         """For each of them the code with which the device has refused it; 0 = none so far."""
-        self.refused: dict[int, LayercastError] = {}
-        """The same, once the wave has ended."""
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = threading.Event()
@@ -144,21 +146,16 @@ class Wave(HostFlight):
         self.tally.queued += len(self.errors)
         self.queued.set()
 
-    def settle(self, driver: Driver) -> None:
+    def settle(self) -> None:
         """End it once the device has done it. For the watcher."""
         if self.done:
             return
         try:
-            driver.sleep_until(self.event.handle)
+            self.driver.sleep_until(self.event.handle)
         except LayercastError as error:
             self.fail(error)
-            return
-        for index in self.errors.nonzero()[0].tolist():
-            try:
-                driver.check("a copy", int(self.errors[index]))
-            except LayercastError as error:
-                self.refused[index] = error
-        self.land()
+        else:
+            self.land()
 
 
 class CudaFlight:
@@ -176,20 +173,31 @@ class CudaFlight:
 
     @property
     def done(self) -> bool:
-        """Whether its wave has ended. Never blocks."""
-        return self.wave.done
+        """Whether the device has counted the last of it, or its wave has ended. Never blocks."""
+        wave = self.wave
+        return wave.done or (wave.queued.is_set() and wave.tally.reached(self.number))
 
     @property
     def error(self) -> BaseException | None:
         """Why it failed, once it has ended."""
-        refused = self.wave.refused
-        return self.wave.error or next((refused[place] for place in self._places if place in refused), None)
+        wave = self.wave
+        if wave.error is not None or not (self.done and self.refusal):
+            return wave.error
+        return self.wave.driver.failure("a copy", self.refusal)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until it has landed. Raises its error, or DeadlineExceeded."""
-        self.wave.wait(timeout_s)
-        if self.error is not None:
-            raise self.error
+        """Block until it has landed. Raises its error, or DeadlineExceeded.
+
+        Looks at the count by itself, ever more rarely: whoever is told by other threads hears 0.3 ms later.
+        """
+        began, spent = time.monotonic(), 0.0
+        while not self.done and spent < timeout_s:
+            time.sleep(min(max(NAP_S, LATE * spent), timeout_s - spent))
+            spent = time.monotonic() - began
+        if not self.done:
+            raise DeadlineExceeded(f"not ended within {timeout_s:g} s; it may still land later")
+        if (error := self.error) is not None:
+            raise error
 
     def then(self, call: Callable[[Flight], None]) -> None:
         """Call `call(self)` once it has ended."""
@@ -199,11 +207,6 @@ class CudaFlight:
     def number(self) -> int:
         """What the lane's tally comes to with the last of it. Only once the wave is queued."""
         return (self.wave.first + self._places[-1]) & _MOST
-
-    @property
-    def moved(self) -> bool:
-        """Whether the device says that it is in place, or that it is over anyway. Never blocks."""
-        return self.done or (self.wave.queued.is_set() and self.wave.tally.reached(self.number))
 
     def handed(self, timeout_s: float = 0.0) -> bool:
         """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
@@ -223,7 +226,7 @@ class CudaFlight:
     def refusal(self) -> int:
         """The first error code with which the device refused some of it; 0 = none so far."""
         errors = self.wave.errors
-        return next((code for place in self._places if (code := int(errors[place]))), 0)
+        return next((code for place in self._places if (code := int(errors[place]))), 0) if errors.any() else 0
 
     def hold(self, stream: Callable[[], int], driver: Driver) -> None:
         """Have the stream that `stream` names wait for it, if it has not moved yet.
@@ -231,9 +234,8 @@ class CudaFlight:
         Only once the device has it: a thread whose launches wait in a full queue keeps the driver to itself, and then
         what they wait for could never be handed over.
         """
-        wave, number = self.wave, self.number
-        if not (self.done or wave.tally.reached(number) or self.refusal):  # in this order: a closed mover has no tally
-            driver.stream_waits_for_value(stream(), wave.tally.address, number)
+        if not (self.done or self.refusal):
+            driver.stream_waits_for_value(stream(), self.wave.tally.address, self.number)
 
 
 class Mark(HostFlight):
@@ -264,10 +266,10 @@ class Mark(HostFlight):
         super().then(call)
         self._ask()
 
-    def settle(self, driver: Driver) -> None:
+    def settle(self) -> None:
         """End it. For the watcher."""
         try:
-            driver.sleep_until(self.event.handle)
+            self._driver.sleep_until(self.event.handle)
         except LayercastError as error:
             self.fail(error)
         else:
@@ -314,7 +316,7 @@ class Watcher:
         try:
             self._driver.bind()
             while (flight := self._flights.get()) is not None:
-                flight.settle(self._driver)
+                flight.settle()
                 flight = None  # what it keeps must not live until the next comes
         finally:
             if not self._closed:
@@ -340,4 +342,4 @@ def standing(flight: Flight) -> bool:
 
 def moving(flight: Flight) -> bool:
     """Whether a stream has something to wait for."""
-    return isinstance(flight, Mark) or (isinstance(flight, CudaFlight) and not flight.moved)
+    return isinstance(flight, Mark) or (isinstance(flight, CudaFlight) and not flight.done)

@@ -3,7 +3,7 @@
 Does not know requests, deadlines or devices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,12 @@ def windows_of(layers: tuple[int, ...], window: int) -> tuple[tuple[int, ...], .
     """Consecutive layers in windows of that many; 0 = all in one (bulk)."""
     step = window or max(1, len(layers))
     return tuple(layers[at : at + step] for at in range(0, len(layers), step))
+
+
+@lru_cache(maxsize=64)
+def windows_by_layer(layers: tuple[int, ...], window: int) -> Mapping[int, tuple[int, ...]]:
+    """The same: for each layer its window."""
+    return {layer: ours for ours in windows_of(layers, window) for layer in ours}
 
 
 def batches_of(plan: CopyPlan, layers: Sequence[int], max_blocks: int = 0, max_bytes: int = 0) -> list[Pieces]:

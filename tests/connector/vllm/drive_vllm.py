@@ -121,10 +121,12 @@ def answers(llm, prompts, extra):
 def run(llm, watch, *prompts, keep_local=False, **extra):
     """Answer the prompts; vLLM's own prefix cache is emptied before, unless `keep_local`."""
     assert keep_local or llm.reset_prefix_cache()
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    connector = scheduler.connector
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler, connector = core.scheduler, core.scheduler.connector
     watch.scheduled.clear(), watch.waited.clear(), watch.written.clear(), connector.outcomes.clear()
     replies = answers(llm, prompts, extra)
+    while scheduler.has_requests():  # as an idle engine steps, until its last saves have been reported
+        core.step_fn()
     outcomes = list(connector.outcomes)
     return {
         "replies": replies,

@@ -22,9 +22,14 @@ Lumps of a request end where its name says, so that requests that run in step ar
 
 
 class Saves:
-    """Saves of one engine's requests. most_a_step: tokens that a request which generates gains in a step, at most."""
+    """Saves of one engine's requests.
 
-    def __init__(self, side: SchedulerSide, tables: Tables, most_a_step: int) -> None:
+    most_a_step: tokens that a request which generates gains in a step, at most. overlapped: whether the next step is
+    scheduled while this one computes. Then few blocks are looked for and saved with that one: before its own forward
+    this would cost the first token as much as after it.
+    """
+
+    def __init__(self, side: SchedulerSide, tables: Tables, most_a_step: int, *, overlapped: bool) -> None:
         self._side = side
         self._tables = tables
         self._most_a_step = most_a_step
@@ -32,9 +37,18 @@ class Saves:
         self.grain = min(spec.block_size for spec in side.specs)
         """Tokens of the smallest block."""
         self._lump = LUMP if all(spec.kind is GroupKind.FULL for spec in side.specs) else 1
+        self._few = LUMP if overlapped and self._lump > 1 else 0
+        self._behind: dict[str, tuple[Tracked, int, int]] = {}
+        """Requests whose last step has completed a few blocks: from which to which token."""
 
     def step(self, output: SchedulerOutput, tracked: Mapping[str, Tracked]) -> Iterator[SaveOrder]:
-        """Orders of the blocks that a step completes."""
+        """Orders of the blocks that a step completes, and of the few that the last one did."""
+        behind, self._behind = self._behind, {}
+        for name, (ours, before, after) in behind.items():
+            if ours.request.num_computed_tokens < after:  # preempted or rewound meanwhile
+                continue
+            if (order := self._order(ours, before, after, self._tables.of(name), ())) is not None:
+                yield order
         for new in output.scheduled_new_reqs:
             self._rota.always(new.req_id)
         for name in output.scheduled_cached_reqs.resumed_req_ids:
@@ -55,6 +69,7 @@ class Saves:
     def forget(self, request: str) -> None:
         """A request has ended."""
         self._rota.drop(request)
+        self._behind.pop(request, None)
 
     def _look(self, known: Tracked, tokens: int) -> SaveOrder | None:
         """What a scheduled request completes. Generated blocks are saved some at a time."""
@@ -65,7 +80,10 @@ class Saves:
         complete, saved = end // self.grain, min(known.saved, before) // self.grain
         shift = zlib.crc32(name.encode()) % self._lump
         if (complete + shift) // lump > (saved + shift) // lump:
-            order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
+            if complete - saved <= self._few:
+                self._behind[name] = known, before, after
+            else:
+                order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step
             if self._side.config.save_decode_cache:
                 missing = (complete + self._lump - (complete + shift) % self._lump) * self.grain - end

@@ -112,8 +112,8 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     @cached_property
     def _saves(self) -> Saves:
-        drafts = self._vllm_config.speculative_config
-        return Saves(self._side, self._tables, 1 + (drafts.num_speculative_tokens or 0 if drafts else 0))
+        most = 1 + (getattr(self._vllm_config.speculative_config, "num_speculative_tokens", 0) or 0)
+        return Saves(self._side, self._tables, most, overlapped=self._forwards.depth > 1)
 
     # ---- loads ----
 

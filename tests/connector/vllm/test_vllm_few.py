@@ -1,0 +1,92 @@
+"""Few blocks are saved one step later, where the next step is scheduled while this one computes."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from layercast.config import Config
+from layercast.connector.vllm.saves import LUMP, Saves
+from layercast.connector.vllm.tracked import Tracked
+from layercast.control.node import scheduler_side
+from layercast.control.scheduler import WorkerFacts
+from layercast.spec.groups import GroupKind, GroupSpec
+from layercast.spec.keys import Identity
+
+BLOCK, NAME = 4, "r"
+SPEC = GroupSpec("full", GroupKind.FULL, BLOCK, (0,))
+IDENTITY = Identity(model="m", revision="", weights_version="", dtypes=(), layout="", group="full", block_size=BLOCK)
+
+
+class Run:
+    """One request of an engine whose scheduler lets it compute so many tokens a step."""
+
+    def __init__(self, prompt, *, overlapped):
+        facts = WorkerFacts((SPEC,), (IDENTITY,), (1000,), (1,))
+        side = scheduler_side([facts], Config(host_bytes=1, save_decode_cache=False), False)
+        tables = SimpleNamespace(of=lambda _: [list(range(1, 1000))], snapshots=lambda _: ())
+        self.saves = Saves(side, tables, 1, overlapped=overlapped)
+        self.request = SimpleNamespace(
+            request_id=NAME,
+            num_tokens=prompt,
+            num_prompt_tokens=prompt,
+            num_computed_tokens=0,
+            all_token_ids=list(range(prompt)),
+        )
+        self.known = Tracked(self.request, {}, load=False, save=True)
+
+    def step(self, tokens):
+        """Blocks that are ordered to be saved with a step of so many tokens; 0 = an empty one."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=NAME)],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+            num_scheduled_tokens={NAME: tokens} if tokens else {},
+        )
+        orders = list(self.saves.step(output, {NAME: self.known}))
+        self.request.num_computed_tokens += tokens
+        return [block for order in orders for pair in order.pairs for block in pair.blocks]
+
+    def end(self):
+        """Those that are left as it ends."""
+        self.saves.forget(NAME)
+        order = self.saves.last(self.known, [list(range(1, 1000))])
+        return [] if order is None else [block for pair in order.pairs for block in pair.blocks]
+
+
+@pytest.mark.parametrize(("blocks", "few"), [(LUMP, True), (LUMP + 1, False)])
+def test_few_blocks_are_saved_one_step_later_and_many_at_once(blocks, few):
+    run, all_ = Run(blocks * BLOCK, overlapped=True), list(range(1, blocks + 1))
+    assert run.step(blocks * BLOCK) == ([] if few else all_)
+    assert run.step(0) == (all_ if few else [])
+    assert run.step(0) == []
+    assert run.end() == []
+
+
+def test_where_steps_do_not_overlap_none_is_saved_later():
+    run = Run(3 * BLOCK, overlapped=False)
+    assert run.step(3 * BLOCK) == [1, 2, 3]
+
+
+def test_what_was_completed_and_then_taken_away_is_not_saved():
+    run = Run(3 * BLOCK, overlapped=True)
+    assert run.step(3 * BLOCK) == []
+    run.request.num_computed_tokens = 0  # preempted, and its blocks are others' by now
+    assert run.step(0) == []
+    assert run.end() == []
+
+
+@given(
+    chunks=st.lists(st.integers(1, 2 * LUMP * BLOCK), min_size=1, max_size=6),
+    empty=st.lists(st.booleans(), min_size=6, max_size=6),
+    overlapped=st.booleans(),
+)
+def test_every_complete_block_is_saved_once_however_the_prompt_is_cut(chunks, empty, overlapped):
+    run, saved, done = Run(sum(chunks), overlapped=overlapped), [], 0
+    for chunk, gap in zip(chunks, empty, strict=False):
+        saved += run.step(chunk) + (run.step(0) if gap else [])
+        done += chunk
+        assert len(saved) <= done // BLOCK
+    assert saved + run.end() == list(range(1, sum(chunks) // BLOCK + 1))
