@@ -31,7 +31,7 @@ def test_halves_copy_every_byte_once_and_never_merge():
     source, target = pools(16), pools(16)
     groups = [engine_layout(SHAPE, side).groups[0] for side in (source, target)]
     plan = route_between(*groups).plan(list(range(0, 16, 2)), list(range(15, 0, -2)))
-    whole, halves = rows_of([plan.layer(1)]), rows_of([room._halves(plan.layer(1))])
+    whole, halves = rows_of(plan.layer(1)), rows_of(room._halves(plan.layer(1)))
     assert len(halves) == 2 * len(whole)
     assert halves.length.sum() == whole.length.sum()
     for side in ("source", "target"):

@@ -11,6 +11,8 @@ from loops import LOOPS, loop_of
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import Program
+from layercast.plan.pieces import Series
+from layercast.testing.move_laws import pieces_of
 
 CUTS = np.zeros(0, np.int64)
 
@@ -35,8 +37,8 @@ class Counting:
     def __init__(self):
         self.word, self.errors = np.full(TALLY_BYTES // 4, -1, np.int32), np.zeros(1, np.int64)
         self.word[0] = 0
-        program = Program()
-        program.count(1, self.word.ctypes.data, 7)
+        self.program = program = Program()
+        program.copies(Series(pieces_of()), range(1), 1, batched=True, tally=self.word.ctypes.data, number=7)
         self.table = program.table()
 
     def laid_on(self, desk, first):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import CALL_BYTES, MOST, NAPS, plain_issue
-from layercast.move.cuda_program import Program
+from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, NAPS, TALLY_BYTES, plain_issue
+from layercast.move.cuda_program import EVERYBODYS, Program
+from layercast.move.kernels.pieces import PARAMETERS
 from layercast.plan.pieces import Series
 from layercast.testing.move_laws import pieces_of
 
@@ -180,3 +181,78 @@ def test_a_long_piece_goes_in_one_call_where_calls_may_be_as_long():
     assert device.calls_of == [1]
     cut = copied(device, pieces_of(row), cuts=[CALL_BYTES])
     assert [nbytes for _, _, nbytes in cut] == [CALL_BYTES, 2 * CALL_BYTES]
+
+
+class Launching(HostDevice):
+    """Notes each launch by its parameters, and refuses those whose first one says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused, self.seen = {}, []
+        self._launching = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)(self._launched)
+        self.calls = replace(self.calls, launch=self._launching)
+
+    def _launched(self, *given):
+        pointers = np.ctypeslib.as_array((ctypes.c_int64 * PARAMETERS).from_address(given[9]))
+        values = [ctypes.c_int64.from_address(at).value for at in pointers.tolist()]
+        self.seen.append(("launch", *given[:9], *values))
+        return self.refused.get(values[0], 0)
+
+    def _write(self, stream, address, value, flags):
+        self.seen.append(("count", value))
+        return super()._write(stream, address, value, flags)
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def launching(request):
+    device = Launching()
+    device.issue = loop_of(request.param)(device.calls, (0, 0))
+    return device
+
+
+CODES = st.dictionaries(st.integers(0, 11), st.integers(1, 999), max_size=4)
+
+
+@settings(deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=3),
+    failed=CODES,
+    refused=CODES,
+    mute=st.booleans(),
+)
+def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keeps_others(
+    launching, runs, failed, refused, mute
+):
+    program, errors, wanted = Program(), np.zeros(12, np.int64), []
+    errors[[*failed]] = [*failed.values()]
+    left, tally = errors.copy(), np.zeros(TALLY_BYTES // 8, np.int64)
+    tally[BELL // 8] = -1
+    for count, counted in runs:
+        values = np.arange(count * PARAMETERS).reshape(count, PARAMETERS) + 1000
+        values[:, 0] = owners = range(program.owner, program.owner + count)
+        at = tally.ctypes.data if counted else 0
+        program.launches((77, 5, 256, 64), 3, program.parameters(values), count, at, program.owner)
+        for owner, row in zip(owners, values.tolist(), strict=True):
+            if not left[owner]:
+                wanted.append(("launch", 77, 5, 1, 1, 256, 1, 1, 64, 3, *row))
+                left[owner] = refused.get(owner, 0)
+            if counted and mute:
+                left[left == 0] = 7
+            elif counted:
+                wanted.append(("count", 100 + owner))
+        program.owner += count
+    launching.refused, launching.failing = refused, {"write": 7} if mute else {}
+    launching.seen.clear()
+    launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 100)
+    assert launching.seen == wanted
+    assert errors.tolist() == left.tolist()
+
+
+def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):
+    program, errors = Program(EVERYBODYS), np.array([3, 0], np.int64)
+    program.launches((77, 1, 1, 0), 3, program.parameters(np.zeros((2, PARAMETERS), np.int64)), 2)
+    launching.refused, launching.failing = {0: 5}, {}
+    launching.seen.clear()
+    launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
+    assert len(launching.seen) == 2
+    assert errors.tolist() == [3, 5]

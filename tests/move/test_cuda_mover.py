@@ -255,20 +255,21 @@ def test_parts_of_several_series_move_by_their_turns_and_each_has_its_number(dev
     mover.close(SOON_S)
 
 
-class SecondCopy(dict):
-    """Of all calls of the driver the one that fails."""
+class Second(dict):
+    """Of all calls of that name the one that fails."""
 
     seen = 0
 
     def __contains__(self, name):
-        self.seen += name == "copy_batch"
-        return name == "copy_batch" and self.seen == 2
+        self.seen += name in self.keys()
+        return name in self.keys() and self.seen == 2
 
 
-def test_a_part_that_the_device_refuses_fails_its_series_and_no_other(device):
-    mover, memory = mover_of(device, only(Way.ENGINE)), DeviceMemory(device, (HOST, DEVICE))
+@pytest.mark.parametrize(("way", "call"), [(Way.ENGINE, "copy_batch"), (Way.KERNEL, "launch")])
+def test_a_part_that_the_device_refuses_fails_its_series_and_no_other(device, way, call):
+    mover, memory = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE))
     (one, ends, wanted), (other, *_) = [series_in(memory, 3, (0, 1, 2)) for _ in range(2)]
-    device.failing = SecondCopy(copy_batch=1)
+    device.failing = Second({call: 1})
     good, bad = mover.submit_all([one, other])
     good.wait(SOON_S)
     assert [memory.read(end, 64) for end in ends] == wanted

@@ -13,7 +13,7 @@ KIB = 1024
 def scattered(blocks, size, *, host_run):
     """Source blocks in stretches of `host_run`, target blocks apart."""
     return rows_of(
-        [pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))]
+        pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
     )
 
 
@@ -40,7 +40,7 @@ def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     assert choice(rows, staging=False) is not Way.STAGED
     assert choice(rows, kernel=False) is Way.ENGINE
     assert choice(scattered(1024, 24 * KIB + 8, host_run=64)) is Way.ENGINE
-    assert choice(rows_of([pieces_of((0, 1 << 30, 16))])) is Way.ENGINE
+    assert choice(rows_of(pieces_of((0, 1 << 30, 16)))) is Way.ENGINE
 
 
 @given(
@@ -58,7 +58,7 @@ def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
     costs, size = Costs(*figures), 16 * words
     pieces = pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
     if surely_engine(pieces, costs, kernel=kernel):
-        assert way_of(rows_of([pieces]), direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
+        assert way_of(rows_of(pieces), direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
 
 
 def test_blocks_of_common_models_surely_go_by_the_engine():
@@ -67,25 +67,19 @@ def test_blocks_of_common_models_surely_go_by_the_engine():
 
 
 @given(
-    lists=st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(-50, 50), st.integers(-50, 50)), max_size=4
-        ),
-        min_size=1,
-        max_size=4,
+    pieces=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(-50, 50), st.integers(-50, 50)), max_size=9
     )
 )
-def test_rows_are_the_copies_of_all_lists_in_order(lists):
-    pieces = [pieces_of(*((1000, 5000, *row) for row in rows)) for rows in lists]
+def test_rows_are_the_copies_of_all_pieces_in_order(pieces):
     wanted = [
-        (1000 + nth * down, 5000 + nth * up, length, number)
-        for number, rows in enumerate(lists)
-        for length, count, down, up in rows
+        (1000 + nth * down, 5000 + nth * up, length)
+        for length, count, down, up in pieces
         if length
         for nth in range(count)
     ]
-    rows = rows_of(pieces)
-    assert list(zip(*(c.tolist() for c in (rows.source, rows.target, rows.length, rows.batch)), strict=True)) == wanted
+    rows = rows_of(pieces_of(*((1000, 5000, *piece) for piece in pieces)))
+    assert list(zip(*(column.tolist() for column in (rows.source, rows.target, rows.length)), strict=True)) == wanted
 
 
 def test_stretches_are_numbered_in_order_of_address():

@@ -133,11 +133,8 @@ def _kernel(device: Device, step: Series, programs: int) -> Start:
     """The kernel itself, with tables that are on the device already, launched by torch's thread."""
     from layercast.move.kernels.pieces_triton import copy_pieces
 
-    layers = [rows_of([pieces]) for pieces in step]
-    tables = [
-        torch.from_numpy(table_of(rows.source, rows.target, rows.length)[0]).to(device.copying.device)
-        for rows in layers
-    ]
+    layers = [rows_of(pieces) for pieces in step]
+    tables = [torch.from_numpy(table_of(rows.table)[0]).to(device.copying.device) for rows in layers]
     chunks = -(-max(int(rows.length.max()) for rows in layers) // (8 * BLOCK))
 
     def start() -> Callable[[], None]:

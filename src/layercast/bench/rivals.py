@@ -14,6 +14,7 @@ import torch
 from layercast.bench.ground import Ground, Ints
 from layercast.bench.results import Start
 from layercast.move.cuda_ways import rows_of
+from layercast.plan.pieces import Pieces
 
 CHUNK = 256
 """Tokens of one of LMCache's memory objects."""
@@ -74,7 +75,7 @@ def one_a_block(ground: Ground) -> dict[str, Rival]:
     copy, stream = ground.device.driver.calls.copy, ground.device.copying
 
     def of(*, up: bool) -> Start:
-        layers = [rows_of([pieces]) for pieces in ground.step(up=up)]
+        layers = [rows_of(pieces) for pieces in ground.step(up=up)]
         rows = [list(zip(*(c.tolist() for c in (p.target, p.source, p.length)), strict=True)) for p in layers]
 
         def run() -> None:
@@ -118,7 +119,7 @@ def vllm_swap(ground: Ground) -> dict[str, Rival]:
     options = {name: True for name in ("is_src_access_order_any",) if name in accepted}
 
     def of(*, up: bool) -> Start:
-        rows = rows_of([*ground.step(up=up)])
+        rows = rows_of(Pieces.join([*ground.step(up=up)]))
         source, target, length = (torch.from_numpy(column) for column in (rows.source, rows.target, rows.length))
         return on_copying(ground, lambda: ops.swap_blocks_batch(source, target, length, **options))
 

@@ -131,7 +131,8 @@ class CudaMover(Mover):
         lane, runs, laid = arm.lane, orders.runs(), False
         count = sum(len(run.parts) for run in runs)
         wave = Wave(self._driver, lane.tally, count, self._events.take())
-        early = None if others else self._whole(lane, orders, runs, wave)
+        way, pinned = (None, False) if others else self._way(lane, orders)
+        early = self._program(lane, orders, runs, wave, way, pinned=pinned) if way is Way.ENGINE else None
         table = None if early is None else early.table()
 
         def queued() -> None:
@@ -145,8 +146,8 @@ class CudaMover(Mover):
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
             if not laid:
-                whole = early or self._whole(lane, orders, runs, wave)
-                for program in self._in_parts(lane, orders, runs, wave) if whole is None else [whole]:
+                how = self._way(lane, orders) if others else (way, pinned)
+                for program in [early] if early else self._programs(lane, orders, runs, wave, *how):
                     self._issue.run(program.table(), self._cuts, wave.errors, wave.first)
             wave.issued.set()
             arm.watcher.add(wave)
@@ -271,23 +272,30 @@ class CudaMover(Mover):
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
 
-    def _whole(self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave) -> Program | None:
-        """The wave as one program, if it goes by the engine. On any thread, once what it waits for has its numbers."""
-        pinned = all_pinned(self._driver, self._pinnings, lane.direction, orders.batches)
-        if pinned and lane.way(orders.batches[:1]) is not Way.ENGINE:
-            return None
-        return self._program(lane, orders, runs, wave, Way.ENGINE, pinned=pinned)
+    def _way(self, lane: Lane, orders: Orders) -> tuple[Way | None, bool]:
+        """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
+        batches = orders.batches
+        pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
+        way = lane.way(batches[:1]) if pinned else Way.ENGINE
+        if way is Way.STAGED or (way is Way.KERNEL and len(batches) > 1 and lane.way(batches) is not way):
+            return None, pinned
+        return way, pinned
 
-    def _in_parts(self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave) -> Iterator[Program]:
-        """The wave in several programs: one moves while the next is written. On the thread that issues."""
-        for some in orders.growing(runs):
-            way = lane.way([orders.batches[run.batch] for run in some])
-            yield self._program(lane, orders, some, wave, way, pinned=True)
+    def _programs(
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Way | None, pinned: bool
+    ) -> Iterator[Program]:
+        """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
+        for some in orders.growing(runs) if whole is None else [runs]:
+            way = whole or lane.way([orders.batches[run.batch] for run in some])
+            yield self._program(lane, orders, some, wave, way, pinned=pinned)
 
     def _program(
         self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
     ) -> Program:
-        """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved."""
+        """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved.
+
+        One by the engine on any thread, once what it waits for has its numbers; others on the thread that issues.
+        """
         program = Program(EVERYBODYS)
         started, stream = lane.start(program, way), lane.copy
         passed: set[Flight] = set()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.move.cuda_driver import Calls, libc
-from layercast.move.cuda_program import WIDTH, Ints, Op
+from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
 from layercast.move.words import words_at
 from layercast.plan.pieces import COLUMNS
 
@@ -71,8 +71,8 @@ class Pace:
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-    counted = _counting(calls)
-    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), counted, _note), counted, _note)
+    ended = _ending(_counting(calls), _note)
+    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), ended), _launches(calls, ended), _note)
     return Issue(loop, _attending(calls, loop))
 
 
@@ -86,8 +86,9 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
 
     hand_over, note = njit(_handing(calls, attributes, njit(_paced(calls)))), njit(_note)
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
-    counted = njit(_counting(calls))
-    loop = njit(nogil=True)(_loop(calls, njit(_batches(calls, copies, counted, note)), counted, note))
+    ended = njit(_ending(njit(_counting(calls)), note))
+    batches, launches = njit(_batches(calls, copies, ended)), njit(_launches(calls, ended))
+    loop = njit(nogil=True)(_loop(calls, batches, launches, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
     attend(desk, 0)
     loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
@@ -271,9 +272,21 @@ def _counting(calls: Calls) -> Callable[[int, int, int], int]:
     return run
 
 
-def _batches(
-    calls: Calls, copies: Callable[..., int], counted: Callable[[int, int, int], int], note: Callable[..., None]
-) -> Callable[..., None]:
+def _ending(counted: Callable[[int, int, int], int], note: Callable[..., None]) -> Callable[..., None]:
+    """(code, stream, tally, number, errors, owner): what comes behind a batch, which is counted if there is a tally."""
+
+    def run(code: int, stream: int, tally: int, number: int, errors: Ints, owner: int) -> None:
+        if code != 0:
+            note(errors, owner, code)
+        if tally != 0:
+            code = counted(stream, tally, number)
+            if code != 0:
+                note(errors, -1, code)
+
+    return run
+
+
+def _batches(calls: Calls, copies: Callable[..., int], ended: Callable[..., None]) -> Callable[..., None]:
     """(a row of copies, columns, cuts, call, room, errors, first): batch by batch, each counted behind its copies."""
     fetch, width, some = calls.fetch, len(COLUMNS), READ
 
@@ -291,47 +304,53 @@ def _batches(
                     fetch(columns.ctypes.data + 8 * some * column, table + 8 * (pieces * column + begun), 8 * count)
                 code = copies(columns, count, shift[0], shift[1], stream, batched, cuts, call, room, pace)
                 begun += count
-            if code != 0:
-                note(errors, whose, code)
-            if tally != 0:
-                code = counted(stream, tally, first + number + nth)
-                if code != 0:
-                    note(errors, -1, code)
+            ended(code, stream, tally, first + number + nth, errors, whose)
+
+    return run
+
+
+def _launches(calls: Calls, ended: Callable[..., None]) -> Callable[..., None]:
+    """(a row of launches, errors, first): one by one, each counted behind itself."""
+    launch, step = calls.launch, LAUNCH_BYTES
+
+    def run(row: Ints, errors: Ints, first: int) -> None:
+        function, grid, threads, shared, stream, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
+        launches, tally, number, owner = row[7], row[8], row[9], row[10]
+        for nth in range(launches):
+            whose, code = owner + nth if owner >= 0 else owner, 0
+            if whose < 0 or errors[whose] == 0:
+                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters + step * nth, 0)
+            ended(code, stream, tally, first + number + nth, errors, whose)
 
     return run
 
 
 def _loop(
-    calls: Calls, batches: Callable[..., None], counted: Callable[[int, int, int], int], note: Callable[..., None]
+    calls: Calls, batches: Callable[..., None], launches: Callable[..., None], note: Callable[..., None]
 ) -> Callable[[Ints, Ints, Ints, int], None]:
     """The loop over rows."""
-    launch, record, wait, write, hold = calls.launch, calls.record, calls.wait, calls.write, calls.hold
-    is_copies, is_launch, is_hold = int(Op.COPIES), int(Op.LAUNCH), int(Op.HOLD)
-    is_record, is_wait, is_count = int(Op.RECORD), int(Op.WAIT), int(Op.COUNT)
+    record, wait, write, hold = calls.record, calls.wait, calls.write, calls.hold
+    is_copies, is_launches, is_hold = int(Op.COPIES), int(Op.LAUNCHES), int(Op.HOLD)
+    is_record, is_wait = int(Op.RECORD), int(Op.WAIT)
     few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
 
     def run(table: Ints, cuts: Ints, errors: Ints, first: int) -> None:
         call, columns = np.empty((3, most), np.int64), np.empty((width, some), np.int64)
         room = np.full(1, few)
         for row in range(table.shape[0]):
-            op, a, b, c = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
-            d, e, f, owner = table[row, 4], table[row, 5], table[row, 6], table[row, owned]
+            op, a, b, c, owner = table[row, 0], table[row, 1], table[row, 2], table[row, 3], table[row, owned]
             code = 0
             if op == is_copies:
                 batches(table[row], columns, cuts, call, room, errors, first)
+            elif op == is_launches:
+                launches(table[row], errors, first)
             elif op == is_record:
                 code = record(a, b)
             elif op == is_wait:
                 code = wait(a, b, 0)
-            elif op == is_count:
-                code = counted(a, b, first + c)
-            elif op > is_wait:
+            elif op != is_hold:
                 code = write(a, b, c, 0)
-            elif owner >= 0 and errors[owner] != 0:
-                continue
-            elif op == is_launch:
-                code = launch(a, b, 1, 1, c, 1, 1, d, e, f, 0)
-            elif op == is_hold:
+            elif owner < 0 or errors[owner] == 0:
                 code = hold(a, b, c, 0)
             if code != 0:
                 note(errors, owner, code)

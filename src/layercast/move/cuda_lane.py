@@ -5,12 +5,10 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from layercast.errors import OutOfMemory
@@ -19,9 +17,10 @@ from layercast.move.costs import DEFAULT_COSTS, Direction, Way
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
-from layercast.move.cuda_program import EVERYBODYS, Program
-from layercast.move.cuda_ways import WORD, Ints, aligned, rows_of, stretches, surely_engine, way_of
+from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
+from layercast.move.cuda_ways import WORD, Ints, Rows, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel, Table, table_of
+from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
@@ -31,8 +30,9 @@ SAMPLE = 256
 SLOTS = 3
 """Parts of the staging buffer: one fills, one empties, one between them."""
 STAGED_GRID = 16
-GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 64}
-"""Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model."""
+GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 132}
+"""Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model. Over NVLink as
+many as an H100 has cores: 64 reach 0.92 of what these do, and take the cores for longer."""
 PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 16 << 20)}
 """Marks ahead, at most, and bytes from mark to mark (see `cuda_issue`): as little under way as keeps a link busy while
 a thread writes the next program, 1 ms; from the device, where nobody waits for the next, 0.6 ms. A mark costs 4 us."""
@@ -40,6 +40,7 @@ TABLES = 8
 """Programs under way at a time that use the kernel; one more waits for the first to end."""
 TABLE_BYTES = 1 << 20
 """Room for the kernel's tables of one program: 43,000 pieces."""
+_NO_PIECES = Pieces.join([])
 
 
 @dataclass(slots=True)
@@ -71,14 +72,16 @@ class Tables:
     used: int = 0
     parts: dict[int, list[Part]] = field(default_factory=dict)
     """By the id of what batches share: a table is written once for all layers."""
+    placed: dict[int, int] = field(default_factory=dict)
+    """By the id of a series: where the parameters of its launches begin."""
 
-    def add(self, source: Ints, target: Ints, length: Ints) -> Table:
+    def add(self, rows: Rows) -> Table:
         """Append a table."""
-        table, chunks = table_of(source, target, length)
-        ctypes.memmove(self.host + self.used, table.ctypes.data, table.nbytes)
+        table, chunks = table_of(rows.table)
+        ctypes.memmove(self.host + self.used, address_of(table), table.nbytes)
         address = self.device + self.used
         self.used += table.nbytes
-        return Table(address, table.shape[1], len(length), chunks)
+        return Table(address, table.shape[1], len(rows), chunks)
 
 
 @dataclass(slots=True)
@@ -137,21 +140,24 @@ class Lane:
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
         kernel, first_of = bool(self.staging.tables), next((batch for batch in batches if len(batch.pieces)), None)
-        if first_of is None or surely_engine(first_of.pieces.take(slice(SAMPLE)), self.costs, kernel=kernel):
+        if first_of is None:
             return Way.ENGINE
-        pieces = [batch[0] for batch in batches]
-        first = rows_of([first_of[0].take(slice(SAMPLE))])
+        sample = Pieces(first_of.pieces.table[:, :SAMPLE])
+        if surely_engine(sample, self.costs, kernel=kernel):
+            return Way.ENGINE
+        first = rows_of(sample)
         fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
         way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:
             return way
-        shared = {id(part.table): part for part in pieces}.values()
-        rows = sum(int(part.count.sum()) for part in shared)
-        longest = max(int(part.length.max(initial=0)) for part in shared)
-        fits = way is Way.KERNEL or longest <= self.staging.slot_bytes
+        shared = {id(batch.pieces.table): batch.pieces for batch in batches}.values()
+        rows = sum(part.size[1] for part in shared)
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        fits &= 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        return way if fits and all(map(aligned, shared)) and not any(map(_odd, batches)) else Way.ENGINE
+        fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
+        if way is Way.STAGED:
+            fits &= max(int(part.length.max(initial=0)) for part in shared) <= self.staging.slot_bytes
+        fits &= all(aligned(part.table) for part in shared) and not any(map(_odd, batches))
+        return way if fits else Way.ENGINE
 
     def start(self, program: Program, way: Way) -> int:
         """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
@@ -167,6 +173,7 @@ class Lane:
             self.driver.sleep_until(self._tables.free)
             self._tables.used = 0
             self._tables.parts.clear()
+            self._tables.placed.clear()
         return len(program.rows)
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -187,17 +194,16 @@ class Lane:
 
         pinned: the device reaches both sides.
         """
-        if way is Way.ENGINE:
+        stream, tally = self._last(way), self.tally.address
+        moved = [] if way is Way.ENGINE else self._parts(series.pieces, way)
+        if not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
-            program.copies(series, parts, self.copy, batched=batched, tally=self.tally.address, number=number)
-            return self.copy
-        stream = self._last(way)
-        for nth, rows in enumerate(self._moves(program, series, parts, way)):
-            owner = program.owner
-            rows()
-            program.owner = EVERYBODYS
-            program.count(stream, self.tally.address, number + nth)
-            program.owner = owner + 1
+            program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
+        elif way is Way.KERNEL:
+            at = self._placed(program, series, moved) + LAUNCH_BYTES * parts.start
+            program.launches(self._launched(GRID[self.direction]), stream, at, len(parts), tally, number)
+        else:
+            self._stage(program, series, parts, moved, number)
         return stream
 
     def skip(self, number: int) -> None:
@@ -216,64 +222,72 @@ class Lane:
             first = program.rows[started:]
             del program.rows[started:]
             program.owner = EVERYBODYS
-            one = np.ones(1, np.int64)
-            upload = Pieces.plain(one * tables.host, one * tables.device, one * tables.used)
+            upload = Pieces.plain(*np.array([[tables.host], [tables.device], [tables.used]], np.int64))
             program.pace = 0  # marks ascend on one stream alone
             reads = self.spread if way is Way.STAGED else self.copy
             program.copies(Series(upload), range(1), reads, batched=False)
             program.rows += first
         program.record(self._tail, stream)
 
-    def _moves(self, program: Program, series: Series, chosen: range, way: Way) -> list[Callable[[], None]]:
-        """For each part what adds the rows that move it by the kernel."""
-        assert self._tables is not None
+    def _stage(self, program: Program, series: Series, chosen: range, parts: Sequence[Part], number: int) -> None:
+        """Parts of a series by way of slots: long copies between host and slot, a launch between slot and blocks."""
+        up = self.direction is Direction.UP
+        slots = [self.staging.slot() for _ in range(len(chosen) * len(parts))]
+        long = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
+        short = long.copy()
+        short[:, 0 if up else 1] = long[:, 1 if up else 0] = [slot.address for slot in slots]
+        shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
+        at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.driver.batches
+        fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
+        for nth, slot in enumerate(slots):
+            batch, part = divmod(nth, len(parts))
+            tally = self.tally.address if part == len(parts) - 1 else 0
+            place = columns[part], shift + 16 * nth, self.copy
+            values, counted = at + LAUNCH_BYTES * nth, number + batch
+            program.wait(fills, slot.free)
+            if up:
+                program.copies_of(*place, batched=batched)
+                self._hand_over(program, fills, empties)
+                program.launches(kernel, self.spread, values, 1, tally, counted)
+            else:
+                program.launches(kernel, self.spread, values, 1)
+                self._hand_over(program, fills, empties)
+                program.copies_of(*place, batched=batched, tally=tally, number=counted)
+            program.record(slot.free, empties)
+            program.owner += bool(tally)
+
+    def _launched(self, grid: int) -> tuple[int, int, int, int]:
+        """The kernel, as programs launch it."""
         assert self.kernel is not None
-        tables, kernel, up = self._tables, self.kernel, self.direction is Direction.UP
-        pieces, count = series.pieces, len(chosen)
-        if not len(pieces):  # only counted, on the stream that counts the others
-            return [lambda: None] * count
-        parts = tables.parts.get(same := id(pieces.table))
-        if parts is None:
-            parts = tables.parts[same] = self._parts(tables, pieces, way)
-        staged = way is Way.STAGED
-        slots = [self.staging.slot() for _ in range(count * len(parts))] if staged else []
-        ends = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
-        long = ends.copy()
-        if staged:
-            places = np.array([slot.address for slot in slots], np.int64)
-            ends[:, 0 if up else 1] = long[:, 1 if up else 0] = places
-        parameters = program.parameters(kernel.values([part.table for part in parts] * count, ends))
-        shift, columns = program.hold(long), [program.columns(part.long) for part in parts] if staged else []
-        grid, batched = STAGED_GRID if staged else GRID[self.direction], self.driver.batches
+        return self.kernel.function, grid, self.kernel.threads, self.kernel.shared
 
-        def launch(nth: int) -> None:
-            stream = self.spread if staged else self.copy
-            program.launch(kernel.function, grid, kernel.threads, kernel.shared, stream, parameters[nth])
+    def _placed(self, program: Program, series: Series, parts: Sequence[Part]) -> int:
+        """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
+        assert self._tables is not None
+        if (at := self._tables.placed.get(id(series))) is None:
+            at = self._tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
+        return at
 
-        def rows(batch: int) -> None:
-            for part, nth in enumerate(range(batch * len(parts), (batch + 1) * len(parts))):
-                if not staged:
-                    launch(nth)
-                elif up:
-                    program.wait(self.copy, slots[nth].free)
-                    program.copies_of(columns[part], shift + 16 * nth, self.copy, batched=batched)
-                    self._hand_over(program, self.copy, self.spread)
-                    launch(nth)
-                    program.record(slots[nth].free, self.spread)
-                else:
-                    program.wait(self.spread, slots[nth].free)
-                    launch(nth)
-                    self._hand_over(program, self.spread, self.copy)
-                    program.copies_of(columns[part], shift + 16 * nth, self.copy, batched=batched)
-                    program.record(slots[nth].free, self.copy)
+    def _parameters(self, program: Program, parts: Sequence[Part], shifts: Ints) -> int:
+        """Where those of launches lie that take these parts in turn, each with its shifts."""
+        assert self.kernel is not None
+        return program.parameters(self.kernel.values([part.table for part in parts], shifts))
 
-        return [partial(rows, batch) for batch in range(count)]
+    def _parts(self, pieces: Pieces, way: Way) -> list[Part]:
+        """What pieces are, apart from their shift, with tables that this program has for all layers; [] = no bytes."""
+        tables = self._tables
+        assert tables is not None
+        if (parts := tables.parts.get(id(pieces.table))) is None:
+            rows = rows_of(Pieces(pieces.table))
+            if way is Way.STAGED:
+                parts = self._cut(tables, rows)
+            else:
+                parts = [Part(_NO_PIECES, tables.add(rows))] if len(rows) else []
+            tables.parts[id(pieces.table)] = parts
+        return parts
 
-    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
-        """Tables of what pieces are, apart from their shift; of staged ones in parts that fit a slot."""
-        rows = rows_of([msgspec.structs.replace(pieces, shift=(0, 0))])
-        if way is Way.KERNEL:
-            return [Part(Pieces.join([]), tables.add(rows.source, rows.target, rows.length))]
+    def _cut(self, tables: Tables, rows: Rows) -> list[Part]:
+        """Rows in parts that fit a slot each."""
         up, parts, first = self.direction is Direction.UP, list[Part](), 0
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
         rows = rows.take(order)
@@ -284,12 +298,10 @@ class Lane:
             part = rows.take(slice(first, last))
             staged = ends[first:last] - part.length - skipped
             heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
-            length = np.add.reduceat(part.length, heads)
-            if up:
-                long, ends_ = Pieces.plain(part.source[heads], staged[heads], length), (staged, part.target)
-            else:
-                long, ends_ = Pieces.plain(staged[heads], part.target[heads], length), (part.source, staged)
-            parts.append(Part(long, tables.add(*ends_, part.length)))
+            from_, to = (part.source, staged) if up else (staged, part.target)
+            long = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads))
+            from_, to = (staged, part.target) if up else (part.source, staged)
+            parts.append(Part(long, tables.add(Rows(np.stack([from_, to, part.length])))))
             first = last
         return parts
 
@@ -337,4 +349,4 @@ class Lane:
 
 def _odd(series: Series) -> bool:
     """Whether a part is shifted by what a kernel can't follow."""
-    return bool((series.shifts % WORD).any())
+    return bool(np.bitwise_or.reduce(series.shifts, axis=None) % WORD)

@@ -10,26 +10,28 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.kernels.pieces import PARAMETERS
 from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
 Ints = npt.NDArray[np.int64]
 WIDTH = 11
 """Columns of a row: what to do, up to nine arguments, and whose it is."""
+LAUNCH_BYTES = 8 * PARAMETERS
+"""From the pointers to one launch's parameters to those of the next."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
 
 class Op(IntEnum):
-    """What a row does. Launches and holds are skipped once their owner has failed, and copies batch by batch."""
+    """What a row does. Holds are skipped once their owner has failed, copies and launches batch by batch."""
 
     COPIES = 0
-    LAUNCH = 1
+    LAUNCHES = 1
     HOLD = 2
     RECORD = 3
     WAIT = 4
     WRITE = 5
-    COUNT = 6
 
 
 @dataclass(slots=True)
@@ -68,19 +70,34 @@ class Program:
         """Where the table of pieces lies, and how many pieces there are."""
         return self.hold(pieces.table), len(pieces)
 
-    def copies_of(self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool) -> None:
-        """One batch of what `columns` has said, shifted by the two numbers at the address `shift`."""
-        self._add(Op.COPIES, *columns, stream, batched, shift, 1, 0, 0, self.pace)
+    def copies_of(
+        self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool, tally: int = 0, number: int = 0
+    ) -> None:
+        """One batch of what `columns` has said, shifted by the two numbers at the address `shift`; counted likewise."""
+        self._add(Op.COPIES, *columns, stream, batched, shift, 1, tally, number, self.pace)
 
-    def parameters(self, values: Ints) -> list[int]:
-        """Where kernels' parameters lie: for each row of `values`, 64-bit values or 32-bit ones in their low half."""
-        count, width = values.shape
-        pointers = self.hold(self.hold(values) + 8 * np.arange(count * width, dtype=np.int64))
-        return [pointers + 8 * width * row for row in range(count)]
+    def parameters(self, values: Ints) -> int:
+        """Where the parameters of launches lie, those of each LAUNCH_BYTES further.
 
-    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, parameters: int) -> None:
-        """A kernel, with its parameters as `parameters` has placed them."""
-        self._add(Op.LAUNCH, function, grid, threads, shared, stream, parameters)
+        values: int64 [launches, PARAMETERS], 64-bit values or 32-bit ones in their low half.
+        """
+        return self.hold(self.hold(values) + 8 * np.arange(values.size, dtype=np.int64))
+
+    def launches(
+        self,
+        kernel: tuple[int, int, int, int],
+        stream: int,
+        parameters: int,
+        count: int,
+        tally: int = 0,
+        number: int = 0,
+    ) -> None:
+        """Launches, a batch each, owned and counted as those of `copies`.
+
+        kernel: its function, programs, threads a program, and bytes of shared memory. parameters: where those of the
+        first lie, as `parameters` has placed them.
+        """
+        self._add(Op.LAUNCHES, *kernel, stream, parameters, count, tally, number)
 
     def hold_until(self, stream: int, address: int, value: int = 1) -> None:
         """The stream goes on once the 32-bit word is `value` or more."""
@@ -97,10 +114,6 @@ class Program:
     def write(self, stream: int, address: int, value: int = 1) -> None:
         """The stream sets a 32-bit word."""
         self._add(Op.WRITE, stream, address, value)
-
-    def count(self, stream: int, tally: int, number: int) -> None:
-        """The stream counts a batch by its number, which starts from where the program comes to stand."""
-        self._add(Op.COUNT, stream, tally, number)
 
     def hold(self, array: Ints) -> int:
         """Keep an array as long as the program; its address."""

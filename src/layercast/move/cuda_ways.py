@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.plan.pieces import Pieces
+from layercast.plan.pieces import COLUMNS, Pieces
 
 Ints = npt.NDArray[np.int64]
 WORD = 16
@@ -18,41 +18,54 @@ WORD = 16
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Pieces without runs: one row a copy, none of them empty. `batch`: the number of the list each came from."""
+    """Pieces without runs: one row a copy, none of them empty. table: int64 [3, rows], the first of COLUMNS."""
 
-    source: Ints
-    target: Ints
-    length: Ints
-    batch: Ints
+    table: Ints
 
     def __len__(self) -> int:
-        return len(self.length)
+        return len(self.table[0])
+
+    @property
+    def source(self) -> Ints:
+        """Where each copy begins on the source."""
+        return self._row(0)
+
+    @property
+    def target(self) -> Ints:
+        """Where each copy begins on the target."""
+        return self._row(1)
+
+    @property
+    def length(self) -> Ints:
+        """Bytes of each copy."""
+        return self._row(2)
 
     def take(self, index: "slice | Ints") -> "Rows":
         """The chosen rows."""
-        return Rows(self.source[index], self.target[index], self.length[index], self.batch[index])
+        return Rows(self.table[:, index])
+
+    def _row(self, nth: int) -> Ints:
+        row: Ints = self.table[nth]
+        return row
 
 
-def aligned(pieces: "Pieces | Rows") -> bool:
-    """Whether a kernel can move them: all addresses, strides and lengths are multiples of WORD."""
-    columns = [pieces.source, pieces.target, pieces.length]
-    if isinstance(pieces, Pieces):
-        columns += [pieces.source_stride, pieces.target_stride]
-    return not any(int(np.bitwise_or.reduce(column, initial=0)) % WORD for column in columns)
+def aligned(table: Ints) -> bool:
+    """Whether a kernel can move the pieces or rows of a table: addresses, strides and lengths are multiples of WORD."""
+    bits = np.bitwise_or.reduce(table, axis=1).tolist()
+    return not any(ones % WORD for name, ones in zip(COLUMNS, bits, strict=False) if name != "count")
 
 
-def rows_of(lists: "list[Pieces]") -> Rows:
-    """All lists of pieces as rows, each list's rows together and in order."""
-    pieces = Pieces.join(lists)
-    batch = np.repeat(np.arange(len(lists)), [len(part) for part in lists])
-    if (pieces.count == 1).all() and pieces.length.all():
-        return Rows(pieces.source, pieces.target, pieces.length, batch)
-    count = np.where(pieces.length > 0, pieces.count, 0)
+def rows_of(pieces: Pieces) -> Rows:
+    """Pieces as rows, those of each together and in order."""
+    table = pieces.placed
+    source, target, length, count, source_stride, target_stride = table
+    if (count == 1).all() and length.all():
+        return Rows(table[:3])
+    count = np.where(length > 0, count, 0)
     index = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-    source = pieces.source[index] + nth * pieces.source_stride[index]
-    target = pieces.target[index] + nth * pieces.target_stride[index]
-    return Rows(source, target, pieces.length[index], batch[index])
+    from_, to = source[index] + nth * source_stride[index], target[index] + nth * target_stride[index]
+    return Rows(np.stack([from_, to, length[index]]))
 
 
 def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
@@ -86,7 +99,7 @@ def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, ker
     30,000 tokens in blocks of 64 KiB took 102 ms by the engine and 195 ms staged, so the engine has the edge.
     """
     count = len(rows)
-    if count < 2 or not kernel or not aligned(rows):
+    if count < 2 or not kernel or not aligned(rows.table):
         return Way.ENGINE
     staging &= direction in (Direction.UP, Direction.DOWN)
     if costs.forced is not None:

@@ -34,6 +34,7 @@ class Run:
             num_tokens=prompt,
             num_prompt_tokens=prompt,
             num_computed_tokens=0,
+            num_preemptions=0,
             all_token_ids=list(range(prompt)),
         )
         self.known = Tracked(self.request, {}, load=False, save=True)
@@ -70,12 +71,21 @@ def test_where_steps_do_not_overlap_none_is_saved_later():
     assert run.step(3 * BLOCK) == [1, 2, 3]
 
 
-def test_what_was_completed_and_then_taken_away_is_not_saved():
+@pytest.mark.parametrize(("preempted", "computed"), [(1, 0), (1, 3 * BLOCK), (0, 2 * BLOCK)])
+def test_what_was_completed_and_then_taken_away_is_not_saved(preempted, computed):
+    """Preempted, perhaps with a load into other blocks since, or rewound."""
     run = Run(3 * BLOCK, overlapped=True)
     assert run.step(3 * BLOCK) == []
-    run.request.num_computed_tokens = 0  # preempted, and its blocks are others' by now
+    run.request.num_preemptions, run.request.num_computed_tokens = preempted, computed
     assert run.step(0) == []
-    assert run.end() == []
+
+
+def test_what_a_forward_made_that_read_a_failed_load_is_not_saved_behind_it():
+    run = Run(3 * BLOCK, overlapped=True)
+    assert run.step(3 * BLOCK) == []
+    run.saves.doubt(())
+    run.saves.doubt(["another"])
+    assert run.step(0) == []
 
 
 @given(

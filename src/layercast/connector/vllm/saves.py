@@ -4,7 +4,8 @@ Does not know the pool's room, copies, or what holds the blocks meanwhile.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -19,6 +20,22 @@ from layercast.spec.groups import GroupKind
 LUMP = 64
 """Generated blocks that are saved together where none can leave a window before its turn; what is left, at the end.
 Lumps of a request end where its name says, so that requests that run in step are not all saved in one step."""
+
+
+class _Few(NamedTuple):
+    """Tokens [before, after) of a request, which lie in these blocks unless it has been preempted since."""
+
+    known: Tracked
+    before: int
+    after: int
+    block_ids: Sequence[Sequence[int]]
+    preemptions: int
+
+    @property
+    def there(self) -> bool:
+        """Whether they do: it has not lost its blocks, nor been rewound to compute them again."""
+        request = self.known.request
+        return request.num_preemptions == self.preemptions and request.num_computed_tokens >= self.after
 
 
 class Saves:
@@ -38,16 +55,14 @@ class Saves:
         """Tokens of the smallest block."""
         self._lump = LUMP if all(spec.kind is GroupKind.FULL for spec in side.specs) else 1
         self._few = LUMP if overlapped and self._lump > 1 else 0
-        self._behind: dict[str, tuple[Tracked, int, int]] = {}
-        """Requests whose last step has completed a few blocks: from which to which token."""
+        self._behind: dict[str, _Few] = {}
+        """By request, what its last step has completed where that is few blocks."""
 
     def step(self, output: SchedulerOutput, tracked: Mapping[str, Tracked]) -> Iterator[SaveOrder]:
         """Orders of the blocks that a step completes, and of the few that the last one did."""
         behind, self._behind = self._behind, {}
-        for name, (ours, before, after) in behind.items():
-            if ours.request.num_computed_tokens < after:  # preempted or rewound meanwhile
-                continue
-            if (order := self._order(ours, before, after, self._tables.of(name), ())) is not None:
+        for few in behind.values():
+            if few.there and (order := self._order(few.known, few.before, few.after, few.block_ids, ())) is not None:
                 yield order
         for new in output.scheduled_new_reqs:
             self._rota.always(new.req_id)
@@ -71,6 +86,11 @@ class Saves:
         self._rota.drop(request)
         self._behind.pop(request, None)
 
+    def doubt(self, failed: Collection[str]) -> None:
+        """Requests have read what had not been loaded: of what their forward has computed nothing more is saved."""
+        if failed:
+            self._behind.clear()
+
     def _look(self, known: Tracked, tokens: int) -> SaveOrder | None:
         """What a scheduled request completes. Generated blocks are saved some at a time."""
         request, order = known.request, None
@@ -81,7 +101,8 @@ class Saves:
         shift = zlib.crc32(name.encode()) % self._lump
         if (complete + shift) // lump > (saved + shift) // lump:
             if complete - saved <= self._few:
-                self._behind[name] = known, before, after
+                table = self._tables.of(name)  # now, as a step tells of those alone that it schedules
+                self._behind[name] = _Few(known, before, after, table, request.num_preemptions)
             else:
                 order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step

@@ -154,8 +154,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
-        known = self.tracked.get(request.request_id)
-        if known is None:
+        if (known := self.tracked.get(request.request_id)) is None:
             return
         match = known.match
         if not known.counted:
@@ -310,6 +309,7 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._forwards.coming[request] = known.loading
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
+            self._saves.doubt(settled.failed)
             for request in self._forwards.misread(settled.failed, self.tracked):
                 self._distrust(request)
             for load in settled.loads:

@@ -20,6 +20,8 @@ WORD_BYTES = 16
 BLOCK = 2048
 """64-bit words one program copies in a turn: 16 KiB."""
 WARPS = 8
+PARAMETERS = 9
+"""What a launch is given: seven numbers, and two pointers that Triton appends to memory that this kernel needs not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,15 @@ class PieceKernel:
     owner: Any
 
     def values(self, tables: "Sequence[Table]", shifts: Ints) -> Ints:
-        """Its parameters in each launch, int64 [launches, 9]. shifts: bytes added to sources and to targets.
+        """Its parameters in each launch, int64 [launches, PARAMETERS].
 
-        The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
+        tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes to add to sources and
+        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
-        assert_aligned(shifts.ravel())
+        assert_aligned(shifts)
         assert not any(table.address % WORD_BYTES or table.columns % 2 for table in tables)
-        made = np.zeros((len(tables), 9), np.int64)  # Triton appends two pointers to memory that this kernel needs not
-        made[:, :5] = [
+        made = np.zeros((len(shifts), PARAMETERS), np.int64)
+        made.reshape(-1, len(tables), PARAMETERS)[:, :, :5] = [
             (
                 table.address,
                 table.address + 8 * table.columns,
@@ -63,19 +66,22 @@ class Table:
     chunks: int
 
 
-def table_of(source: Ints, target: Ints, length: Ints) -> tuple[Ints, int]:
-    """(int64 [3, columns]: from, to, 8-byte words of each piece, turns the longest takes). The columns are even."""
-    assert_aligned(source, target, length)
-    count = len(length)
+def table_of(rows: Ints) -> tuple[Ints, int]:
+    """(int64 [3, columns]: from, to, 8-byte words of each piece, turns the longest takes). The columns are even.
+
+    rows: int64 [3, pieces], the same with bytes.
+    """
+    assert_aligned(rows)
+    count = rows.shape[1]
     table = np.zeros((3, count + count % 2), np.int64)
-    for row, column in zip(table, (source, target, length >> 3), strict=True):
-        row[:count] = column
-    return table, -(-int(length.max(initial=0)) // (8 * BLOCK))
+    table[:, :count] = rows
+    table[2] >>= 3
+    return table, -(-int(table[2].max(initial=0)) // BLOCK)
 
 
 def assert_aligned(*arrays: Ints) -> None:
     """The kernel moves 16 bytes at a time and never fewer."""
-    together = (int(np.bitwise_or.reduce(array, initial=0)) for array in arrays)  # far quicker than a division each
+    together = (int(np.bitwise_or.reduce(array, axis=None)) for array in arrays)  # far quicker than a division each
     assert all(not bits % WORD_BYTES for bits in together), "addresses and lengths must be multiples of 16"
 
 
