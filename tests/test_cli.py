@@ -67,7 +67,7 @@ def test_doctor_tells_of_a_model_and_translates_what_stood_before_in_one_command
     command = ran.stdout.splitlines()[-1]
     assert command == json.loads(told.read_text())["command"]
     assert command.startswith(f"vllm serve {tmp_path} ")
-    assert '"kv_connector_extra_config":{"host_bytes":536870912,"lease_s":9.0}' in command
+    assert '"kv_connector_extra_config":{"host_bytes":"512MiB","lease_s":9.0}' in command
     alone = layercast("doctor", "--from", str(theirs), HOME=str(tmp_path)).stdout.splitlines()[-1]
     assert alone.startswith("--kv-transfer-config '{")
 

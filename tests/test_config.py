@@ -166,8 +166,27 @@ def test_a_value_of_another_type_is_named_with_its_key_and_the_type_it_should_ha
         from_mapping({"lease_s": "soon"}, "here")
 
 
+UNITS = (1 << 30, 10**9, 1 << 20, 10**6)
+
+
 @given(st.integers(0, 1 << 50))
 def test_a_size_that_is_rounded_down_is_read_as_no_more_and_nearly_as_much(count):
     read = from_mapping({"host_bytes": config.rounded_down(count)}).host_bytes if count else 0
     assert count * 0.9 < read + 1
     assert read <= count
+
+
+@given(st.integers(1, 1 << 60) | st.builds(lambda n, unit: n * unit, st.integers(1, 4096), st.sampled_from(UNITS)))
+def test_a_size_that_is_written_for_a_user_is_read_as_the_same(count):
+    assert from_mapping({"host_bytes": config.as_setting(count)}).host_bytes == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(20 << 30, "20GiB"), (3 << 29, "1.5GiB"), (10**10, "10GB"), (300 << 20, "300MiB"), (500_000_000, "500MB"), (7, 7)],
+)
+def test_a_size_is_written_for_a_user_in_the_largest_unit_that_says_it_exactly(count, text):
+    assert config.as_written({"host_bytes": count, "layerwise_window": 7}) == {
+        "host_bytes": text,
+        "layerwise_window": 7,
+    }

@@ -154,6 +154,24 @@ def rounded_down(count: int) -> str:
     return str(count)
 
 
+def as_setting(count: int) -> int | str:
+    """The same bytes as they are best written in a setting: "20GiB", "500MB"; the number where no unit is exact."""
+    for unit, scale in {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}.items():
+        text = f"{count / scale:.2f}".rstrip("0").rstrip(".") + unit
+        if count >= scale and _bytes("", text, "") == count:
+            return text
+    return count
+
+
+def as_written(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a user would write them: bytes with a unit."""
+
+    def one(key: str, value: object) -> object:
+        return as_setting(value) if key.endswith("_bytes") and isinstance(value, int) else value
+
+    return {key: one(key, value) for key, value in settings.items()}
+
+
 def from_sources(
     path: Path | None = None, environ: Mapping[str, str] = os.environ, pairs: Sequence[str] = ()
 ) -> Config:

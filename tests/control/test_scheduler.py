@@ -300,6 +300,50 @@ def test_tokens_that_the_engine_holds_are_not_loaded_again(held):
         assert (match.tokens, match.needed) == (8 * BLOCK, (range(held, 8),))
 
 
+def test_a_prompt_for_which_there_was_no_room_says_so_beside_others_that_are_there():
+    """A pool of a few blocks: what did not fit was called "never saved", and nobody thought of its size."""
+    side = side_of(4)
+    for first in range(3):
+        side.settle(saved(side.save_order(f"short {first}", [first] * BLOCK, 0, BLOCK, [[1]])))
+    assert side.match(TOKENS).miss is MissReason.NEVER_STORED
+    assert side.save_order("long", TOKENS, 0, len(TOKENS), [TABLE]) is None
+    assert side.match(TOKENS).miss is MissReason.NO_ROOM
+    assert side.match([0] * 2 * BLOCK).tokens == BLOCK, "what is there stays"
+    assert side.match([9, *TOKENS[1:]]).miss is MissReason.NEVER_STORED, "of others it is not said"
+    side.settle(saved(side.save_order("part", TOKENS, 0, 3 * BLOCK, [TABLE])))
+    assert side.match(TOKENS).tokens == 3 * BLOCK
+    side.directory.check()
+
+
+def test_a_prompt_that_is_being_saved_is_not_called_never_saved():
+    side = side_of(16)
+    order = side.save_order("cold", TOKENS, 0, len(TOKENS), [TABLE])
+    assert side.match(TOKENS).miss is MissReason.SAVING
+    side.settle(saved(order))
+    assert side.match(TOKENS).tokens == 8 * BLOCK
+
+
+def test_a_prompt_of_one_block_is_too_short_whether_that_block_is_there_or_not():
+    side = side_of(16)
+    assert side.match(TOKENS[:BLOCK]).miss is MissReason.SHORT
+    store(side)
+    assert side.match(TOKENS[:BLOCK]).miss is MissReason.SHORT
+    assert side.match(TOKENS[: BLOCK + 1]).tokens == BLOCK
+
+
+def test_a_prompt_that_is_there_in_one_kind_of_cache_only_is_not_called_never_saved():
+    specs = (*SPECS, GroupSpec("state", GroupKind.RECURRENT, BLOCK, (LAYERS,)))
+    names = identities_of(ByteEngine(specs, 2).layout, model="m")
+    side = scheduler_side([WorkerFacts(specs, names, (16, 1))], Config(kv_recompute_threshold=0, host_bytes=1), False)
+    order = side.save_order("cold", TOKENS, 0, len(TOKENS), [TABLE, [None] * 8])
+    side.settle(saved(order))
+    assert side.match(TOKENS).miss is MissReason.TOO_LITTLE
+    for prompt in (TOKENS, [9] * (BLOCK + 1)):  # its one snapshot, and another prompt's in place of it
+        end = len(prompt) // BLOCK
+        side.settle(saved(side.save_order(f"of {end}", prompt, 0, len(prompt), [TABLE, [*[None] * (end - 1), 1]])))
+    assert side.match(TOKENS).miss is MissReason.EVICTED
+
+
 def test_the_threshold_counts_only_what_would_be_loaded():
     facts = [WorkerFacts(SPECS, IDENTITIES, (16,))]
     side = scheduler_side(facts, Config(kv_recompute_threshold=2 * BLOCK, host_bytes=1), False)

@@ -5,6 +5,26 @@ from importlib.util import find_spec
 
 import pytest
 
+from layercast.demo.scenario import ROUNDS
+from layercast.demo.vllm import HITS, in_turns
+
+
+def test_engines_take_turns_and_each_answers_cold_before_its_hit():
+    """What the machine does meanwhile befalls bulk and layerwise alike."""
+    asked = []
+
+    def engine_of(name):
+        def answer(job):
+            asked.append((name, job.empty_pool, job.hit))
+            return len(asked)
+
+        return answer
+
+    taken = in_turns({name: engine_of(name) for name in HITS}, lambda line: None)
+    one_round = [(name, cold, not cold) for name in HITS for cold in (True, False)]
+    assert asked == one_round * ROUNDS
+    assert taken == {"cold": [3, 7, 11], "bulk": [2, 6, 10], "layerwise": [4, 8, 12]}
+
 
 @pytest.mark.vllm
 @pytest.mark.model
@@ -22,6 +42,7 @@ def test_a_hit_in_vllm_is_checked_is_quicker_than_cold_and_answers_alike(tmp_pat
     assert list(told) == ["cold", "bulk", "layerwise"]
     assert {mode["text"] for mode in told.values()} == {"The capital of France is Paris."}
     assert told["cold"]["loaded_tokens"] == 0
+    assert told["cold"]["pids"] == told["layerwise"]["pids"] != told["bulk"]["pids"]
     for name in ("bulk", "layerwise"):
         mode = told[name]
         assert mode["computed_tokens"] + mode["loaded_tokens"] == mode["prompt_tokens"]

@@ -62,6 +62,8 @@ def test_lmcaches_file_gives_sizes_in_bytes_and_a_folder(tmp_path):
     path.write_text(LMCACHE)
     found = translate(read(path))
     assert from_mapping(found.settings) == Config(host_bytes=5 << 30, disk_path="/data/kv", disk_bytes=20 << 30)
+    said = {check.name: check.found for check in found.checks}
+    assert said["max_local_cpu_size"] == '5.0 -> host_bytes = "5GiB"'
     assert levels(found)["chunk_size"] is Level.NOTE
     assert levels(found)["extra_config"] is Level.WARNING
 
@@ -283,7 +285,7 @@ def test_of_two_connectors_that_set_the_same_the_one_that_lost_is_named():
     found = translate(multi(first, second))
     assert found.settings == {"host_bytes": 2 << 30}
     assert [check.level for check in found.checks] == [Level.OK, Level.NOTE]
-    assert f"in place of {1 << 30}" in found.checks[1].found
+    assert 'in place of "1GiB"' in found.checks[1].found
 
 
 @pytest.mark.parametrize("children", [None, {}, ["LMCacheConnectorV1"]])

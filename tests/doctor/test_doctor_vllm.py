@@ -86,9 +86,9 @@ def test_each_trouble_has_its_level_and_says_what_was_found(name, changes, level
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_memory_that_is_advised_holds_the_longest_prompt(model, gpu):
     at = msgspec.structs.replace(HERE, gpu=gpu, config=Config(host_bytes=1 << 20))
-    advised = int(finding("room", model, at).advice.split("host_bytes=")[1])
+    advised = from_mapping({"host_bytes": finding("room", model, at).advice.split("host_bytes=")[1]}).host_bytes
     assert finding("room", model, at, config=Config(host_bytes=advised)).level is Level.OK
-    assert finding("room", model, at, config=Config(host_bytes=advised - 1000)).level is Level.NOTE
+    assert finding("room", model, at, config=Config(host_bytes=advised - (1 << 20))).level is Level.NOTE
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -98,7 +98,7 @@ def test_no_more_memory_is_advised_than_is_found_to_be_enough(gpu, gib):
     at = msgspec.structs.replace(HERE, gpu=gpu, memory_free=gib << 30, config=Config(host_bytes=1 << 20))
     room = finding("room", msgspec.structs.replace(LLAMA, longest=1 << 20), at)
     facts = msgspec.structs.replace(
-        facts, memory_free=gib << 30, config=Config(host_bytes=int(room.advice.split("host_bytes=")[1]))
+        facts, memory_free=gib << 30, config=Config(host_bytes=room.advice.split("host_bytes=")[1])
     )
     assert next(check for check in judge(facts) if check.name == "memory").level is Level.OK
 
@@ -137,6 +137,15 @@ def test_the_command_has_what_differs_from_the_defaults_and_can_be_typed():
     assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_consumer", "recompute")
     assert from_mapping(transfer["kv_connector_extra_config"]) == at.config
     assert "kv_connector_module_path" not in transfer
+
+
+def test_sizes_in_the_command_and_in_advice_have_units():
+    at = msgspec.structs.replace(HERE, config=Config(host_bytes=20 << 30, disk_bytes=2_500_000_000))
+    _, transfer = parsed(serve_command("m", LLAMA, at))
+    assert transfer["kv_connector_extra_config"] == {"host_bytes": "20GiB", "disk_bytes": "2.5GB"}
+    room = finding("room", config=Config(host_bytes=1 << 20))
+    assert room.advice.endswith("iB")
+    assert str(1 << 20) not in room.found
 
 
 def test_a_hybrid_gets_the_flags_that_keep_its_states_and_an_unseen_plugin_its_module():

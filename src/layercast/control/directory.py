@@ -82,7 +82,6 @@ class Stats(msgspec.Struct, frozen=True):
     saves_failed: int
     """Reservations revoked."""
     leases_expired: int
-    """Leases."""
     double_releases: int
     """Releases of a lease that had been released."""
     late_reports: int
@@ -259,7 +258,7 @@ class Directory:
         keys last to go. The lists may grow later; where something is held behind their ends, all of it gets its names
         then (`name`). held: for each group what is looked at and saved (None: all); slots ascend with the blocks, so
         that neighbours stay neighbours. tokens: as in `Change`.
-        Evicts blocks that nobody leases, the least recently used first. Raises Full, and then nothing has changed.
+        Evicts blocks that nobody leases, the least recently used first. Raises Full; then nothing but a reason changes.
         """
         self.expire(self.clock())
         if held is None:
@@ -274,6 +273,8 @@ class Directory:
                 room = shelf.room(named)
             if len(indices) > room:
                 self._counts["saves_dropped"] += 1
+                for other, chain, (asked, _) in zip(self._shelves, keys, held, strict=True):
+                    other.refuse(chain[index] for index in asked if index < len(chain))
                 raise Full(
                     f"{request}: {len(indices)} blocks to save in group {group}, room for {room} of "
                     f"{shelf.table.slots}; save fewer, or raise host_bytes"

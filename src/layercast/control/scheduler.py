@@ -195,7 +195,7 @@ class SchedulerSide:
         soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
-        miss = self._why(keys, local_tokens) if usable.tokens <= local_tokens else None
+        miss = self._why(keys, prompt, local_tokens) if usable.tokens <= local_tokens else None
         asked = version, prompt, local_tokens, spare_last
         return Match(usable, keys, NO_HIT, miss, soon, self.chooser.nbytes(usable.needed), asked)
 
@@ -379,14 +379,22 @@ class SchedulerSide:
         has = [self.directory.has(group, coming) for group in range(len(chains))]
         return presence(self.specs, chains, has, local_tokens)
 
-    def _why(self, keys: Sequence[Sequence[bytes]], local_tokens: int) -> MissReason:
-        if not any(keys):
+    def _why(self, keys: Sequence[Chain], prompt: int, local_tokens: int) -> MissReason:
+        """Why nothing of a prompt of so many tokens can be loaded, by what was looked for."""
+        if prompt <= lcm(*(spec.block_size for spec in self.specs)):
             return MissReason.SHORT
-        group = next(group for group, named in enumerate(keys) if named)
-        absence = self.directory.absences(group, keys[group][:1])[0]
-        if absence is None and local_tokens:
+        looked = [chain[: max(1, len(chain.known))] for chain in keys]
+        found = {why for group, named in enumerate(looked) for why in self.directory.absences(group, named)}
+        if None in found and local_tokens:
             return MissReason.HELD
-        return _REASONS.get(absence, MissReason.NEVER_STORED)
+        return next((reason for absence, reason in _REASONS.items() if absence in found), MissReason.NEVER_STORED)
 
 
-_REASONS: dict[Absence | None, MissReason] = {Absence.EVICTED: MissReason.EVICTED, Absence.CORRUPT: MissReason.CORRUPT}
+_REASONS: dict[Absence | None, MissReason] = {
+    Absence.CORRUPT: MissReason.CORRUPT,
+    Absence.EVICTED: MissReason.EVICTED,
+    Absence.NO_ROOM: MissReason.NO_ROOM,
+    Absence.SAVING: MissReason.SAVING,
+    None: MissReason.TOO_LITTLE,
+}
+"""By what is absent, what a user can do something about first; None: something is there."""

@@ -27,6 +27,7 @@ class Absence(StrEnum):
     EVICTED = "evicted"
     CORRUPT = "corrupt"
     SAVING = "being saved"
+    NO_ROOM = "not saved for want of room"
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +70,13 @@ class Pins(set[int]):
 
 
 class Gone(dict[bytes, Absence]):
-    """Why keys were dropped, of the last `most`."""
+    """Why keys were dropped, or not saved, of the last `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
 
     def note(self, keys: Iterable[bytes], why: Absence) -> None:
-        """They have been dropped."""
+        """They are absent for that reason."""
         self.update(dict.fromkeys(keys, why))
         for key in list(islice(self, max(0, len(self) - self._most))):
             del self[key]
@@ -188,6 +189,10 @@ class Shelf:
         if self.unnamed and (left := self.unnamed.intersection(slots)):
             self.unnamed -= left
             self.table.free(left)
+
+    def refuse(self, keys: Iterable[bytes]) -> None:
+        """There is no room to save those of the keys that are absent."""
+        self._gone.note([key for key in keys if key not in self._run_of], Absence.NO_ROOM)
 
     def spare(self, count: int) -> None:
         """Have so many slots free, as far as that is a small part of all: so who needs them next need not evict."""

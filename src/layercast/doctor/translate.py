@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from layercast.config import GIB, from_mapping
+from layercast.config import GIB, as_written, from_mapping
 from layercast.connector.vllm import NAME
 from layercast.doctor.checks import Check, Level
 from layercast.errors import BadSetting
@@ -209,7 +209,7 @@ def translate(theirs: Mapping[str, Any], told: Mapping[str, Any] = MappingProxyT
     for name, table, extra in parts:
         checks += [_translated(name, table, key, value, settings) for key, value in extra.items()]
     wins = "is given beside these settings, and wins"
-    checks += [Check(key, Level.NOTE, f"{_shown(told[key])} {wins}.") for key in told if key in settings]
+    checks += [Check(key, Level.NOTE, f"{_written(key, told[key])} {wins}.") for key in told if key in settings]
     settings |= told
     from_mapping(settings, "translated settings")
     checks += [_apart(name, settings) for name, table, _ in parts if table is NIXL]
@@ -316,16 +316,25 @@ def _translated(name: str, table: Mapping[str, Rule], key: str, value: object, s
     except (TypeError, ValueError, OverflowError) as error:
         unit = " of GiB" if rule.value is _gib else ""
         raise BadSetting(f"{key} = {_shown(value)}: it should be a number{unit}") from error
-    found = f"{_shown(value)} -> {rule.key} = {_shown(settings[rule.key])}"
+    found = f"{_shown(value)} -> {rule.key} = {_written(rule.key, settings[rule.key])}"
     if rule.but:
         return Check(key, Level.NOTE, f"{found}; {rule.but}.")
     if before not in (None, settings[rule.key]):
-        return Check(key, Level.NOTE, f"{found}, in place of {_shown(before)}, which another connector's setting gave.")
+        return Check(
+            key,
+            Level.NOTE,
+            f"{found}, in place of {_written(rule.key, before)}, which another connector's setting gave.",
+        )
     return Check(key, Level.OK, found)
 
 
 def _plain(key: str) -> str:
     return key.removeprefix("lmcache.")
+
+
+def _written(key: str, value: object) -> str:
+    """A value of our setting."""
+    return _shown(as_written({key: value})[key])
 
 
 def _shown(value: object) -> str:

@@ -6,11 +6,12 @@ Knows the connector's name and, in words, its refusals; imports nothing of it th
 import json
 import shlex
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import msgspec
 
-from layercast.config import Config, size
+from layercast.config import Config, as_setting, as_written, rounded_down, size
 from layercast.connector.vllm import MODULE, NAME
 from layercast.doctor.checks import Check, Level, numbers
 from layercast.doctor.machine import Facts, judge_vllm, memory_left
@@ -19,6 +20,7 @@ from layercast.spec.groups import GroupKind
 
 GPU_BLOCK, CPU_BLOCK, CPU_LATENT_BLOCK = 16, 128, 16
 """Tokens of vLLM's blocks unless told otherwise."""
+MIB = 1 << 20
 CPU_CACHE_BYTES = 1 << 30
 TELLS_TABLES, TELLS_FAILED = (0, 29), (0, 30)
 WORDS = {
@@ -73,9 +75,9 @@ def cpu_cache_bytes(model: Model, at: Facts) -> int:
 
 
 def transfer_of(role: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's transfer config for our connector."""
+    """vLLM's transfer config for our connector, with sizes as a user would write them."""
     named = {"kv_connector": NAME, "kv_role": role, "kv_load_failure_policy": "recompute"}
-    return named | ({"kv_connector_extra_config": dict(settings)} if settings else {})
+    return named | ({"kv_connector_extra_config": as_written(settings)} if settings else {})
 
 
 def flag_of(transfer: Mapping[str, Any]) -> tuple[str, str]:
@@ -192,7 +194,7 @@ def _room(model: Model, at: Facts) -> Check | None:
     if not each:
         return None
     tokens = int(at.config.host_bytes / each)
-    found = f"host_bytes = {at.config.host_bytes} ({size(at.config.host_bytes)}) holds about {tokens:,} tokens"
+    found = f"{size(at.config.host_bytes)} (host_bytes) hold about {tokens:,} tokens"
     few = tokens < (block := block_tokens(model, at))
     if few:
         found = f"{found}, less than a block of {block}, so vLLM would not start with it"
@@ -202,12 +204,12 @@ def _room(model: Model, at: Facts) -> Check | None:
     found = f"{found}: {tokens / model.longest:,.1f} prompts of {model.longest:,}, the longest it was made for."
     if tokens >= model.longest:
         return Check("room", Level.OK, found)
-    need, left = int(model.longest * each) + 1, memory_left(at)
+    need, left = MIB * ceil(model.longest * each / MIB), memory_left(at)
     most = need if left is None else left // (2 if at.gpu else 4)  # CPUs keep vLLM's cache too
     if need <= most:
-        return Check("room", level, found, f"For one of them: --set host_bytes={need}")
+        return Check("room", level, found, f"For one of them: --set host_bytes={as_setting(need)}")
     found = f"{found} One of them takes {size(need)}, more than the memory that is free here can spare."
-    more = f"What fits is about {int(most / each):,} tokens: --set host_bytes={most}"
+    more = f"What fits is about {int(most / each):,} tokens: --set host_bytes={rounded_down(most)}"
     return Check("room", level, found, more if most > at.config.host_bytes else "")
 
 

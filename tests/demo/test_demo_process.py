@@ -1,0 +1,42 @@
+"""A second process of the demo answers, refuses in the parent's own words, or is known to be gone."""
+
+import os
+
+import msgspec
+import pytest
+
+from layercast.demo.process import jobs, process, say
+from layercast.errors import DeadlineExceeded, PeerLost, Refused
+
+
+class Number(msgspec.Struct, frozen=True):
+    value: int
+
+
+def serve(connection, encoded):
+    setup = msgspec.msgpack.decode(encoded, type=Number)
+    for job in jobs(connection, Number):
+        if job.value < 0:
+            raise Refused(f"{job.value} is too small")
+        if not job.value:
+            os._exit(1)
+        if job.value < setup.value:
+            say(connection, Number(setup.value + job.value))
+
+
+def test_a_process_answers_refuses_and_is_late_or_lost_by_name():
+    with process("counting", serve, Number(40)) as child:
+        child.send(Number(2))
+        assert child.receive(Number, 60) == Number(42)
+        child.send(Number(99))
+        with pytest.raises(DeadlineExceeded, match=r"the counting process said nothing for 0\.2 s"):
+            child.receive(Number, 0.2)
+        child.send(Number(-3))
+        with pytest.raises(Refused, match="-3 is too small"):
+            child.receive(Number, 60)
+        with pytest.raises(PeerLost, match="the counting process has died"):
+            child.receive(Number, 60)
+    with process("other", serve, Number(1)) as child:
+        child.send(Number(0))
+        with pytest.raises(PeerLost, match="the other process has died"):
+            child.receive(Number, 60)
