@@ -13,7 +13,7 @@ hooks   the engine thread's time in layercast's hooks
 first   first sight of a prompt, saving on against off, two engines in turn
 decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
 mixed   inter-token time of 32 decodes while 8k hits arrive, one a second
-poisson requests over 16 kinds of 8k prefix at Poisson arrivals
+poisson requests over 16 kinds of 8k prefix at Poisson arrivals, all engines in turn
 """
 
 import argparse
@@ -191,11 +191,24 @@ def alone(engine, args, results):
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
     if "mixed" in phases and name != "recompute" and not results.over:
         results.put("mixed", name, engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
-    for rate, seed in args.rates if "poisson" in phases and name != "recompute" and not results.over else ():
-        order = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96, "rate": rate, "seed": int(seed)}
-        results.put("poisson", f"{name} rate {rate:g} seed {seed:g}", engine("poisson", **order))
     if ours:
-        results.put("troubles", f"{name} mixed and poisson", engine("troubles"))
+        results.put("troubles", f"{name} mixed", engine("troubles"))
+
+
+def arrivals(engines, args, results):
+    """Poisson arrivals, every engine in turn at the same ones; a first round warms up."""
+    order = {"do": "poisson", "prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96}
+    for engine in engines:
+        engine(**order, rate=args.rates[0][0], seed=0)
+    for nth, (rate, seed) in enumerate(args.rates):
+        first = nth % len(engines)
+        for engine in engines[first:] + engines[:first]:
+            if not results.over:
+                found = engine(**order, rate=rate, seed=int(seed))
+                results.put("poisson", f"{engine.name} rate {rate:g} seed {seed:g}", found)
+    for engine in engines:
+        if engine.name.startswith("layercast"):
+            results.put("troubles", f"{engine.name} poisson", engine("troubles"))
 
 
 def together(engines, args, results):
@@ -233,6 +246,8 @@ def measured(engines, args, results):
             alone(engine, args, results)
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
+    if "poisson" in args.phases:
+        arrivals([engine for engine in alive if not engine.dead and engine.name != "recompute"], args, results)
     for engine in engines:
         engine.end()
 
