@@ -15,9 +15,9 @@ import msgspec
 from layercast.config import Config
 from layercast.control.backing import Backing
 from layercast.control.directory import Directory, Lease, LeaseState
+from layercast.control.misses import why_missed
 from layercast.control.names import Chain, Names, presence
 from layercast.control.rates import Chooser
-from layercast.control.shelf import Absence
 from layercast.control.tables import Table, allocated, at_indices, blocks_at, ending
 from layercast.errors import Full, Missing, NotCacheable
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepReport
@@ -191,11 +191,13 @@ class SchedulerSide:
             end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
-        usable = usable_of(self._there(keys, local_tokens))
+        usable = usable_of(there := self._there(keys, local_tokens))
         soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
-        miss = self._why(keys, prompt, local_tokens) if usable.tokens <= local_tokens else None
+        miss = None
+        if usable.tokens <= local_tokens:
+            miss = why_missed(self.specs, keys, there, prompt, local_tokens, self.directory.absences)
         asked = version, prompt, local_tokens, spare_last
         return Match(usable, keys, NO_HIT, miss, soon, self.chooser.nbytes(usable.needed), asked)
 
@@ -378,23 +380,3 @@ class SchedulerSide:
     def _there(self, chains: Sequence[Chain], local_tokens: int, coming: bool = False) -> list[list[bool]]:
         has = [self.directory.has(group, coming) for group in range(len(chains))]
         return presence(self.specs, chains, has, local_tokens)
-
-    def _why(self, keys: Sequence[Chain], prompt: int, local_tokens: int) -> MissReason:
-        """Why nothing of a prompt of so many tokens can be loaded, by what was looked for."""
-        if prompt <= lcm(*(spec.block_size for spec in self.specs)):
-            return MissReason.SHORT
-        looked = [chain[: max(1, len(chain.known))] for chain in keys]
-        found = {why for group, named in enumerate(looked) for why in self.directory.absences(group, named)}
-        if None in found and local_tokens:
-            return MissReason.HELD
-        return next((reason for absence, reason in _REASONS.items() if absence in found), MissReason.NEVER_STORED)
-
-
-_REASONS: dict[Absence | None, MissReason] = {
-    Absence.CORRUPT: MissReason.CORRUPT,
-    Absence.EVICTED: MissReason.EVICTED,
-    Absence.NO_ROOM: MissReason.NO_ROOM,
-    Absence.SAVING: MissReason.SAVING,
-    None: MissReason.TOO_LITTLE,
-}
-"""By what is absent, what a user can do something about first; None: something is there."""

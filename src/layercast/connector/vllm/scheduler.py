@@ -113,7 +113,7 @@ class SchedulerHooks(KVConnectorBase_V1):
     @cached_property
     def _saves(self) -> Saves:
         most = 1 + (getattr(self._vllm_config.speculative_config, "num_speculative_tokens", 0) or 0)
-        return Saves(self._side, self._tables, most, overlapped=self._forwards.depth > 1)
+        return Saves(self._side, self._tables, most)
 
     # ---- loads ----
 
@@ -309,7 +309,6 @@ class SchedulerHooks(KVConnectorBase_V1):
                 self._forwards.coming[request] = known.loading
         for rank, report in found.reports if isinstance(found, Reports) else ():
             settled = self._side.settle(report, rank)
-            self._saves.doubt(settled.failed)
             for request in self._forwards.misread(settled.failed, self.tracked):
                 self._distrust(request)
             for load in settled.loads:

@@ -1,4 +1,4 @@
-"""Few blocks are saved one step later, where the next step is scheduled while this one computes."""
+"""When the blocks of a prompt are saved: in its step, or, a few behind a prefix that was there, with the answer."""
 
 from types import SimpleNamespace
 
@@ -24,17 +24,16 @@ IDENTITY = Identity(model="m", revision="", weights_version="", dtypes=(), layou
 class Run:
     """One request of an engine whose scheduler lets it compute so many tokens a step."""
 
-    def __init__(self, prompt, *, overlapped):
+    def __init__(self, prompt):
         facts = WorkerFacts((SPEC,), (IDENTITY,), (1000,), (1,))
         side = scheduler_side([facts], Config(host_bytes=1, save_decode_cache=False), False)
         tables = SimpleNamespace(of=lambda _: [list(range(1, 1000))], snapshots=lambda _: ())
-        self.saves = Saves(side, tables, 1, overlapped=overlapped)
+        self.saves = Saves(side, tables, 1)
         self.request = SimpleNamespace(
             request_id=NAME,
             num_tokens=prompt,
             num_prompt_tokens=prompt,
             num_computed_tokens=0,
-            num_preemptions=0,
             all_token_ids=list(range(prompt)),
         )
         self.known = Tracked(self.request, {}, load=False, save=True)
@@ -57,44 +56,38 @@ class Run:
         return [] if order is None else [block for pair in order.pairs for block in pair.blocks]
 
 
-@pytest.mark.parametrize(("blocks", "few"), [(LUMP, True), (LUMP + 1, False)])
-def test_few_blocks_are_saved_one_step_later_and_many_at_once(blocks, few):
-    run, all_ = Run(blocks * BLOCK, overlapped=True), list(range(1, blocks + 1))
-    assert run.step(blocks * BLOCK) == ([] if few else all_)
-    assert run.step(0) == (all_ if few else [])
-    assert run.step(0) == []
+@pytest.mark.parametrize("blocks", [3, LUMP, LUMP + 1])
+def test_a_prompt_seen_for_the_first_time_is_saved_in_its_step(blocks):
+    run = Run(blocks * BLOCK)
+    assert run.step(blocks * BLOCK) == list(range(1, blocks + 1))
     assert run.end() == []
 
 
-def test_where_steps_do_not_overlap_none_is_saved_later():
-    run = Run(3 * BLOCK, overlapped=False)
-    assert run.step(3 * BLOCK) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(("preempted", "computed"), [(1, 0), (1, 3 * BLOCK), (0, 2 * BLOCK)])
-def test_what_was_completed_and_then_taken_away_is_not_saved(preempted, computed):
-    """Preempted, perhaps with a load into other blocks since, or rewound."""
-    run = Run(3 * BLOCK, overlapped=True)
-    assert run.step(3 * BLOCK) == []
-    run.request.num_preemptions, run.request.num_computed_tokens = preempted, computed
+@pytest.mark.parametrize("held", [True, False], ids=["in the pool", "in the engine alone"])
+@pytest.mark.parametrize(("tail", "few"), [(1, True), (LUMP, True), (LUMP + 1, False)])
+def test_a_few_blocks_behind_a_prefix_are_saved_with_the_answer_and_many_at_once(tail, few, held):
+    prefix, run = 100, Run((100 + tail) * BLOCK)
+    run.request.num_computed_tokens, run.known.saved = prefix * BLOCK, prefix * BLOCK * held
+    wanted = list(range(1 + prefix * held, 1 + prefix + tail))
+    assert run.step(tail * BLOCK) == ([] if few else wanted)
     assert run.step(0) == []
+    assert run.end() == (wanted if few else [])
 
 
-def test_what_a_forward_made_that_read_a_failed_load_is_not_saved_behind_it():
-    run = Run(3 * BLOCK, overlapped=True)
+def test_what_was_completed_and_then_taken_away_is_not_saved():
+    run = Run(103 * BLOCK)
+    run.request.num_computed_tokens = run.known.saved = 100 * BLOCK
     assert run.step(3 * BLOCK) == []
-    run.saves.doubt(())
-    run.saves.doubt(["another"])
-    assert run.step(0) == []
+    run.request.num_computed_tokens = 0  # preempted, and its blocks are others' by now
+    assert run.end() == []
 
 
 @given(
     chunks=st.lists(st.integers(1, 2 * LUMP * BLOCK), min_size=1, max_size=6),
     empty=st.lists(st.booleans(), min_size=6, max_size=6),
-    overlapped=st.booleans(),
 )
-def test_every_complete_block_is_saved_once_however_the_prompt_is_cut(chunks, empty, overlapped):
-    run, saved, done = Run(sum(chunks), overlapped=overlapped), [], 0
+def test_every_complete_block_is_saved_once_however_the_prompt_is_cut(chunks, empty):
+    run, saved, done = Run(sum(chunks)), [], 0
     for chunk, gap in zip(chunks, empty, strict=False):
         saved += run.step(chunk) + (run.step(0) if gap else [])
         done += chunk
