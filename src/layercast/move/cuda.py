@@ -20,7 +20,7 @@ from layercast.move.cuda_costs import prefer_measured
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
-from layercast.move.cuda_issue import Issue, best_issue, nap_exactly
+from layercast.move.cuda_issue import Issue, best_issue
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
@@ -260,14 +260,9 @@ class CudaMover(Mover):
                 lane = self._lane(direction)
                 self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}"
-                desk = Desk(self._issue, self._driver.calls.ring, self._begin)
+                desk = Desk(self._issue, self._driver.calls.ring, self._driver.bind)
                 self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
             return self._arms[direction]
-
-    def _begin(self) -> None:
-        """What a thread that issues does first."""
-        self._driver.bind()
-        nap_exactly()
 
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
