@@ -50,7 +50,7 @@ class HostDevice:
         self.memory: dict[int, tuple[int, int, np.ndarray]] = {}
         self.pinned: dict[int, int] = {}
         self.elsewhere: set[int] = set()
-        """Addresses of memory that is another device's."""
+        """Where memory begins that is another device's."""
         self.live: set[int] = set()
         self._lock = threading.Lock()
         self._last = 0
@@ -160,7 +160,8 @@ class HostDevice:
         return kinds[0] if kinds else PAGEABLE
 
     def device_of(self, address: int) -> int:
-        return 1 if address in self.elsewhere else self.device
+        far = any(base <= address < base + self.memory[base][1] for base in self.elsewhere)
+        return 1 if far else self.device
 
     def reach(self, device: int) -> None: ...
 
