@@ -281,6 +281,31 @@ def test_a_part_that_the_device_refuses_fails_its_series_and_no_other(device, wa
     mover.close(SOON_S)
 
 
+class First(Second):
+    """The same, of the first one."""
+
+    seen = 1
+
+
+@pytest.mark.parametrize(("way", "call"), [(Way.ENGINE, "copy_batch"), (Way.KERNEL, "launch")])
+def test_a_batch_that_the_device_refuses_has_failed_once_it_is_counted_though_the_rest_is_still_being_issued(
+    device, monkeypatch, way, call
+):
+    mover, memory = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE))
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    pieces = pieces_of((source, target, 32), (source + 64, target + 64, 32))
+    device.failing, go, done = First({call: 1}), threading.Event(), getattr(device, f"_{call}")
+    monkeypatch.setattr(device, f"_{call}", lambda *given: (go.wait(SOON_S), done(*given))[1])
+    bad, good = mover.submit_all([pieces, pieces])
+    with pytest.raises(DeviceFailed):
+        bad.wait(SOON_S)
+    assert bad.refusal
+    assert not good.done
+    go.set()
+    good.wait(SOON_S)
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
 def test_one_stream_counts_all_batches_of_a_step_those_that_move_nothing_too(device, costs, kinds):

@@ -13,7 +13,7 @@ import numpy as np
 
 from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
-from layercast.move.words import words_at
+from layercast.move.words import address_of, words_at
 from layercast.plan.pieces import COLUMNS
 
 
@@ -21,7 +21,7 @@ class Issue(NamedTuple):
     """The loop, called with a program or left to wait for one."""
 
     run: Callable[[Ints, Ints, Ints, int], None]
-    """run(table, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code.
+    """run(table, cuts, errors, first): run every row; errors[owner] becomes that owner's first error code, at once.
 
     table: as `Program` makes it. cuts: ascending addresses that no copy may cross, since memory on both
     sides of them was pinned by itself. first: what the batches' numbers are counted from.
@@ -54,6 +54,10 @@ the last, how many marks may be ahead, and after how many bytes the next is due.
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 """
+Errors = tuple[int, int]
+"""Where owners' error codes lie, and how many they are: who sees a batch counted must see that it was refused."""
+Act = Callable[..., None]
+CodeOf = Callable[[Errors, int], int]
 _PASSED, _MARKED, _SINCE, _AHEAD, _DUE = range(PACE_WORDS)
 _LOW = 0xFFFFFFFF
 
@@ -70,9 +74,12 @@ class Pace:
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
-    ended = _ending(_counting(calls), _note)
-    loop = _loop(calls, _batches(calls, _plain_copies(calls, attributes), ended), _launches(calls, ended), _note)
-    return Issue(loop, _attending(calls, loop))
+    code_of = _code_of(calls)
+    note = _noting(calls, code_of)
+    ended = _ending(_counting(calls), note)
+    batches = _batches(calls, _plain_copies(calls, attributes), code_of, ended)
+    loop = _loop(calls, batches, _launches(calls, code_of, ended), code_of, note)
+    return Issue(_running(loop), _attending(calls, loop))
 
 
 @lru_cache(maxsize=2)
@@ -83,15 +90,17 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     """
     from numba import njit
 
-    hand_over, note = njit(_handing(calls, attributes, njit(_paced(calls)))), njit(_note)
+    hand_over = njit(_handing(calls, attributes, njit(_paced(calls))))
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
+    code_of = njit(_code_of(calls))
+    note = njit(_noting(calls, code_of))
     ended = njit(_ending(njit(_counting(calls)), note))
-    batches, launches = njit(_batches(calls, copies, ended)), njit(_launches(calls, ended))
-    loop = njit(nogil=True)(_loop(calls, batches, launches, note))
+    batches, launches = njit(_batches(calls, copies, code_of, ended)), njit(_launches(calls, code_of, ended))
+    loop = njit(nogil=True)(_loop(calls, batches, launches, code_of, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
     attend(desk, 0)
-    loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
-    return Issue(loop, attend)
+    loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), (0, 0), 0)
+    return Issue(_running(loop), attend)
 
 
 def best_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -102,11 +111,9 @@ def best_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
         return plain_issue(calls, attributes)
 
 
-def _note(errors: Ints, owner: int, code: int) -> None:
-    """Keep the first error of an owner, or of everyone."""
-    for nth in range(len(errors)):
-        if (nth == owner or owner < 0) and errors[nth] == 0:
-            errors[nth] = code
+def _running(loop: Callable[..., None]) -> Callable[[Ints, Ints, Ints, int], None]:
+    """See `Issue.run`."""
+    return lambda table, cuts, errors, first: loop(table, cuts, (address_of(errors), len(errors)), first)
 
 
 def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
@@ -122,6 +129,32 @@ def _unbroken(cuts: Ints, at: int, nbytes: int) -> int:
 
 
 # What numba compiles sees local names alone, so the driver's calls are closed over.
+
+
+def _code_of(calls: Calls) -> CodeOf:
+    """(errors, owner) -> its first error code; 0 = none, and of everyone."""
+    fetch = calls.fetch
+
+    def run(errors: Errors, owner: int) -> int:
+        code = np.zeros(1, np.int64)
+        if owner >= 0:
+            fetch(code.ctypes.data, errors[0] + 8 * owner, 8)
+        return int(code[0])
+
+    return run
+
+
+def _noting(calls: Calls, code_of: CodeOf) -> Callable[[Errors, int, int], None]:
+    """(errors, owner, code): keep the first error of an owner, or of everyone."""
+    fetch = calls.fetch
+
+    def run(errors: Errors, owner: int, code: int) -> None:
+        kept = np.full(1, code)
+        for nth in range(errors[1]):
+            if (nth == owner or owner < 0) and code_of(errors, nth) == 0:
+                fetch(errors[0] + 8 * nth, kept.ctypes.data, 8)
+
+    return run
 
 
 def _paced(calls: Calls) -> Callable[[int, int, int], int]:
@@ -269,7 +302,7 @@ def _counting(calls: Calls) -> Callable[[int, int, int], int]:
 def _ending(counted: Callable[[int, int, int], int], note: Callable[..., None]) -> Callable[..., None]:
     """(code, stream, tally, number, errors, owner): what comes behind a batch, which is counted if there is a tally."""
 
-    def run(code: int, stream: int, tally: int, number: int, errors: Ints, owner: int) -> None:
+    def run(code: int, stream: int, tally: int, number: int, errors: Errors, owner: int) -> None:
         if code != 0:
             note(errors, owner, code)
         if tally != 0:
@@ -280,18 +313,18 @@ def _ending(counted: Callable[[int, int, int], int], note: Callable[..., None]) 
     return run
 
 
-def _batches(calls: Calls, copies: Callable[..., int], ended: Callable[..., None]) -> Callable[..., None]:
+def _batches(calls: Calls, copies: Callable[..., int], code_of: CodeOf, ended: Act) -> Act:
     """(a row of copies, columns, cuts, call, room, errors, first): batch by batch, each counted behind its copies."""
     fetch, width, some = calls.fetch, len(COLUMNS), READ
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Ints, first: int) -> None:
+    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Errors, first: int) -> None:
         table, pieces, stream, batched, shifts = row[1], row[2], row[3], row[4], row[5]
         batches, tally, number, pace, owner = row[6], row[7], row[8], row[9], row[10]
         shift = np.empty(2, np.int64)
         for nth in range(batches):
             fetch(shift.ctypes.data, shifts + 16 * nth, 16)
             whose, code = owner + nth if owner >= 0 else owner, 0
-            begun = pieces if whose >= 0 and errors[whose] != 0 else 0
+            begun = pieces if code_of(errors, whose) != 0 else 0
             while begun < pieces and code == 0:
                 count = min(some, pieces - begun)
                 for column in range(width):
@@ -303,32 +336,30 @@ def _batches(calls: Calls, copies: Callable[..., int], ended: Callable[..., None
     return run
 
 
-def _launches(calls: Calls, ended: Callable[..., None]) -> Callable[..., None]:
+def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
     """(a row of launches, errors, first): one by one, each counted behind itself."""
     launch, step = calls.launch, LAUNCH_BYTES
 
-    def run(row: Ints, errors: Ints, first: int) -> None:
+    def run(row: Ints, errors: Errors, first: int) -> None:
         function, grid, threads, shared, stream, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
         launches, tally, number, owner = row[7], row[8], row[9], row[10]
         for nth in range(launches):
             whose, code = owner + nth if owner >= 0 else owner, 0
-            if whose < 0 or errors[whose] == 0:
+            if code_of(errors, whose) == 0:
                 code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters + step * nth, 0)
             ended(code, stream, tally, first + number + nth, errors, whose)
 
     return run
 
 
-def _loop(
-    calls: Calls, batches: Callable[..., None], launches: Callable[..., None], note: Callable[..., None]
-) -> Callable[[Ints, Ints, Ints, int], None]:
+def _loop(calls: Calls, batches: Act, launches: Act, code_of: CodeOf, note: Act) -> Act:
     """The loop over rows."""
     record, wait, write, hold = calls.record, calls.wait, calls.write, calls.hold
     is_copies, is_launches, is_hold = int(Op.COPIES), int(Op.LAUNCHES), int(Op.HOLD)
     is_record, is_wait = int(Op.RECORD), int(Op.WAIT)
     few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
 
-    def run(table: Ints, cuts: Ints, errors: Ints, first: int) -> None:
+    def run(table: Ints, cuts: Ints, errors: Errors, first: int) -> None:
         call, columns = np.empty((3, most), np.int64), np.empty((width, some), np.int64)
         room = np.full(1, few)
         for row in range(table.shape[0]):
@@ -344,7 +375,7 @@ def _loop(
                 code = wait(a, b, 0)
             elif op != is_hold:
                 code = write(a, b, c, 0)
-            elif owner < 0 or errors[owner] == 0:
+            elif code_of(errors, owner) == 0:
                 code = hold(a, b, c, 0)
             if code != 0:
                 note(errors, owner, code)
@@ -360,15 +391,10 @@ def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int],
         while hear(desk[0], desk.ctypes.data + 8, 8) < 0 <= desk[0]:
             pass  # a signal
         if desk[laid] == nth:
-            first, rows, seams, count = desk[laid + 1], desk[laid + 3], desk[laid + 5], desk[laid + 7]
-            table, cuts, errors = (
-                np.empty((rows, width), np.int64),
-                np.empty(seams, np.int64),
-                np.zeros(count, np.int64),
-            )
+            first, rows, seams = desk[laid + 1], desk[laid + 3], desk[laid + 5]
+            table, cuts = np.empty((rows, width), np.int64), np.empty(seams, np.int64)
             fetch(table.ctypes.data, desk[laid + 2], 8 * rows * width)
             fetch(cuts.ctypes.data, desk[laid + 4], 8 * seams)
-            loop(table, cuts, errors, first)
-            fetch(desk[laid + 6], errors.ctypes.data, 8 * count)
+            loop(table, cuts, (desk[laid + 6], desk[laid + 7]), first)
 
     return attend
