@@ -2,11 +2,13 @@
 on any rank, with steps in flight, preemptions and aborts.
 
 A token's KV is a digest of the KV before it and of the token; the next token is a digest of the last KV. So a byte that
-was never loaded shows in what is delivered. Usage: FOLDER SCHEDULES
+was never loaded shows in what is delivered. Usage: FOLDER SCHEDULES [FIRST]; from a FIRST on they are squeezed: vLLM
+finds nothing in its own cache, the slab is small, and running requests are preempted as if blocks had run out.
 """
 
 import random
 import sys
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -25,6 +27,7 @@ from layercast.plan.policy import ALONE
 
 PROMPTS, TOKENS, LIMIT = 6, 12, 3000
 BLOCKS, LENGTH, CHUNK = 15, 320, 64
+SQUEEZED = {"prompts": 40, "blocks": 12, "slab": 15 << 16}
 
 
 def digest(before, token):
@@ -236,6 +239,14 @@ class Paper:
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         self.scheduler.add_request(Request(name, ids, sampling, None, block_hasher=self.hasher))
 
+    def squeeze(self, draw):
+        """Preempt a running request now and then, mostly the newest."""
+        running, chance = self.scheduler.running, draw.random()
+        if 0.03 <= chance < 0.15 and running:
+            victim = running.pop() if chance < 0.1 else running.pop(draw.randrange(len(running)))
+            self.scheduler._preempt_request(victim, time.monotonic())
+            self.scheduler.prev_step_scheduled_req_ids.discard(victim.request_id)
+
     def step(self):
         output = self.scheduler.schedule()
         self.flying.append((output, *self.forwards.run(output)))
@@ -253,14 +264,17 @@ class Paper:
                 self.said.setdefault(out.request_id, []).extend(out.new_token_ids)
 
 
-def schedule(engine, number):
-    """One schedule: requests whose tokens differ from what they should be, and what is left."""
+def schedule(engine, number, prompts=PROMPTS, squeezed=None):
+    """One schedule: requests whose tokens differ from what they should be, and what is left.
+
+    squeezed: draws when to preempt.
+    """
     draw = random.Random(number)
     depth = draw.choice([1, 2, 2])
     kind, ranks, faults = AsyncScheduler if depth > 1 else Scheduler, draw.choice([1, 2]), draw.choice([0.1, 0.4])
     paper = Paper(engine, draw, kind, depth, draw.random() < 0.5, faults, ranks)
     scheduler = paper.scheduler
-    to_come = [(f"{number}-{i}", draw.randrange(PROMPTS)) for i in range(draw.randrange(8, 24))]
+    to_come = [(f"{number}-{i}", draw.randrange(prompts)) for i in range(draw.randrange(8, 24))]
     asked, aborted, steps = dict(to_come), set(), 0
     while (to_come or scheduler.has_unfinished_requests()) and steps < LIMIT:
         steps += 1
@@ -273,6 +287,8 @@ def schedule(engine, number):
             victim = draw.choice(list(scheduler.requests))
             scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
             aborted.add(victim)
+        if squeezed is not None:
+            paper.squeeze(squeezed)
         paper.step()
     while paper.flying:
         paper.settle()
@@ -295,15 +311,20 @@ def schedule(engine, number):
     }
 
 
-def main(folder, count):
+def main(folder, count, first=""):
     engine = Engine(
         model(folder, "llama"),
-        num_gpu_blocks_override=BLOCKS,
+        pool={"host_bytes": SQUEEZED["slab"]} if first else {},
+        num_gpu_blocks_override=SQUEEZED["blocks"] if first else BLOCKS,
         max_model_len=LENGTH,
         max_num_batched_tokens=CHUNK,
-        enable_prefix_caching=True,
+        enable_prefix_caching=not first,
     )
-    runs = [schedule(engine, number) for number in range(int(count))]
+    numbers = range(int(first or 0), int(first or 0) + int(count))
+    if first:
+        runs = [schedule(engine, number, SQUEEZED["prompts"], random.Random(number)) for number in numbers]
+    else:
+        runs = [schedule(engine, number) for number in numbers]
     bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
     for what in ("loads", "joined", "failed", "preempted"):

@@ -46,3 +46,10 @@ def test_a_failure_that_is_told_late_says_nothing_of_the_load_that_its_request_w
     assert forwards.left_behind("r") == []
     known.parked = False
     assert forwards.misread(["r", "ended"], {"r": known}) == ["r"]
+
+
+def test_a_request_that_is_preempted_behind_a_forward_that_read_a_failed_load_says_nothing_of_that_forward(drive):
+    """vLLM hears of such a load with that forward's outcome, and then looks at requests that run alone."""
+    facts = drive("paper", "110", "1100")
+    assert facts["bad"] == []
+    assert facts["preempted"] > facts["loads"] > 110

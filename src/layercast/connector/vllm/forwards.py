@@ -27,22 +27,29 @@ class Forwards:
         """Requests that have ended while what became of their loads was still to be reported."""
         self.failed: set[Tracked] = set()
         """Those whose load has failed and who have not computed since."""
-        self._readers: dict[str, Sequence[int]] = {}
-        """Blocks of who shares the last step with a load that has not ended."""
+        self._readers: tuple[Mapping[str, Sequence[int]], bool] = {}, False
+        """Blocks of who shares the last step with a load that has not ended, and whether it reads one that failed."""
         self._running: Collection[str] = ()
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
         self._last_end_s = 0.0
 
-    def read_by(self, scheduled: Collection[str], tracked: Mapping[str, Tracked], tables: Tables) -> None:
-        """A step is ordered: who computes again, and which blocks share its forward with a load that has not ended."""
+    def read_by(
+        self, scheduled: Collection[str], tracked: Mapping[str, Tracked], tables: Tables, *, misled: bool
+    ) -> None:
+        """A step is ordered: who computes again, and which blocks share its forward with a load that has not ended.
+
+        misled: or with one that has failed, of which vLLM hears with this step's outcome.
+        """
         if self.failed:
             self.failed = {known for known in self.failed if known.request.request_id not in scheduled}
-        self._readers = {name: tables.of(name)[0] for name in scheduled if name in tracked} if self.reading else {}
+        doubt = self.reading or misled
+        self._readers = {name: tables.of(name)[0] for name in scheduled if name in tracked} if doubt else {}, misled
 
     def doubtful(self, request: str) -> Sequence[int]:
         """Blocks of a request whose last step may yet prove to have read what had not been loaded; none otherwise."""
-        return self._readers.get(request, ()) if self.reading else ()
+        readers, misled = self._readers
+        return readers.get(request, ()) if self.reading or misled else ()
 
     def company(self, request: str, alive: Collection[str]) -> Company:
         """Who shares the coming forward with a request that is about to be admitted."""

@@ -211,7 +211,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled and self._forwards.coming:
             self._join(scheduled)
-        self._forwards.read_by(scheduled, self.tracked, self._tables)
+        self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
         self._loads_are_known(scheduler_output)
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
