@@ -40,3 +40,17 @@ def test_a_process_answers_refuses_and_is_late_or_lost_by_name():
         child.send(Number(0))
         with pytest.raises(PeerLost, match="the other process has died"):
             child.receive(Number, 60)
+
+
+def answer_twice(connection, encoded):
+    for _ in jobs(connection, Number):
+        say(connection, Number(1))
+        say(connection, Number(2))
+
+
+def test_a_process_whose_parent_goes_with_an_answer_unread_ends_without_a_word(capfd):
+    with process("talking", answer_twice, Number(0)) as child:
+        child.send(Number(1))
+        assert child.receive(Number, 60) == Number(1)
+        assert child._connection.poll(60), "the second answer has come, and nobody reads it"
+    assert capfd.readouterr().err == ""

@@ -6,7 +6,7 @@ Does not know what it is asked.
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -89,8 +89,9 @@ def jobs(connection: Connection, kind: type[Message]) -> Iterator[Message]:
 
 
 def _child(serve: Callable[[Connection, bytes], None], connection: Connection, encoded: bytes) -> None:
-    """The process. An error that has words for the user is said by the parent."""
-    try:
-        serve(connection, encoded)
-    except LayercastError as error:
-        say(connection, None, str(error))
+    """The process. An error that has words for the user is said by the parent; if that has gone, nobody is told."""
+    with suppress(ConnectionError):
+        try:
+            serve(connection, encoded)
+        except LayercastError as error:
+            say(connection, None, str(error))
