@@ -711,3 +711,11 @@ class AnySequence(RuleBasedStateMachine):
 
 TestAnySequence = AnySequence.TestCase
 TestAnySequence.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_of_a_prompt_of_more_blocks_than_fates_are_kept_of_the_first_is_known_to_have_had_no_room():
+    """Whoever asks for the prompt again asks for its first block."""
+    pool, _ = directory(2, remember=3)
+    with pytest.raises(Full):
+        pool.reserve("long", [keys(1, 2, 3, 4, 5)])
+    assert pool.absences(0, keys(1, 2, 3, 4)) == [Absence.NO_ROOM] * 3 + [Absence.NEVER]

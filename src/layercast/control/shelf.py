@@ -191,8 +191,9 @@ class Shelf:
             self.table.free(left)
 
     def refuse(self, keys: Iterable[bytes]) -> None:
-        """There is no room to save those of the keys that are absent."""
-        self._gone.note([key for key in keys if key not in self._run_of], Absence.NO_ROOM)
+        """There is no room to save those of the keys that are absent; what begins the prompt is forgotten last."""
+        absent = [key for key in keys if key not in self._run_of]
+        self._gone.note(reversed(absent), Absence.NO_ROOM)
 
     def spare(self, count: int) -> None:
         """Have so many slots free, as far as that is a small part of all: so who needs them next need not evict."""
