@@ -88,7 +88,8 @@ class Troubles:
 def one(engine, kind, number, references):
     """One fault on one of the prompts; what came of it."""
     ids = prompt(number % 4, 200)
-    engine.run(ids)  # whatever the last fault has cost is saved again
+    engine.run(ids)  # whatever the last fault has cost is saved again, some of it with the answer
+    engine.drain()
     troubles = Troubles(engine, random.Random(number))
     getattr(troubles, kind)(ids)
     run = engine.run(ids, prompt(number % 4 + 10, 60))

@@ -38,6 +38,11 @@ class Run:
         )
         self.known = Tracked(self.request, {}, load=False, save=True)
 
+    def begin(self, tokens, *, held):
+        """So many tokens were there already: in the engine, or, if `held`, from the pool."""
+        self.request.num_computed_tokens = tokens
+        self.known.local, self.known.promised, self.known.saved = (0, tokens, tokens) if held else (tokens, 0, 0)
+
     def step(self, tokens):
         """Blocks that are ordered to be saved with a step of so many tokens; 0 = an empty one."""
         output = SimpleNamespace(
@@ -67,7 +72,7 @@ def test_a_prompt_seen_for_the_first_time_is_saved_in_its_step(blocks):
 @pytest.mark.parametrize(("tail", "few"), [(1, True), (LUMP, True), (LUMP + 1, False)])
 def test_a_few_blocks_behind_a_prefix_are_saved_with_the_answer_and_many_at_once(tail, few, held):
     prefix, run = 100, Run((100 + tail) * BLOCK)
-    run.request.num_computed_tokens, run.known.saved = prefix * BLOCK, prefix * BLOCK * held
+    run.begin(prefix * BLOCK, held=held)
     wanted = list(range(1 + prefix * held, 1 + prefix + tail))
     assert run.step(tail * BLOCK) == ([] if few else wanted)
     assert run.step(0) == []
@@ -76,7 +81,7 @@ def test_a_few_blocks_behind_a_prefix_are_saved_with_the_answer_and_many_at_once
 
 def test_what_was_completed_and_then_taken_away_is_not_saved():
     run = Run(103 * BLOCK)
-    run.request.num_computed_tokens = run.known.saved = 100 * BLOCK
+    run.begin(100 * BLOCK, held=True)
     assert run.step(3 * BLOCK) == []
     run.request.num_computed_tokens = 0  # preempted, and its blocks are others' by now
     assert run.end() == []

@@ -68,7 +68,8 @@ class Saves:
         end, lump = min(after, request.num_tokens), self._lump if before >= request.num_prompt_tokens else 1
         complete, saved = end // self.grain, min(known.saved, before) // self.grain
         shift = zlib.crc32(name.encode()) % self._lump
-        own = 0 < before < request.num_prompt_tokens <= after and complete - before // self.grain <= self._lump
+        held, prompt = known.local + known.promised, request.num_prompt_tokens
+        own = held > 0 and before < prompt and prompt // self.grain - held // self.grain <= self._lump
         if (complete + shift) // lump > (saved + shift) // lump and not (own and self._lump > 1):
             order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step
