@@ -34,18 +34,27 @@ def test_all_blocks_are_free_in_the_end(facts):
     assert facts["free"] == [facts["blocks"]]
 
 
-def test_a_failure_that_is_told_late_says_nothing_of_the_load_that_its_request_waits_for_by_then():
-    """The request was preempted in between: that load is to be joined all the same, once it is said to have come."""
-    forwards = Forwards(64, 2)
+def test_a_failure_that_is_told_late_says_nothing_of_a_load_that_no_forward_has_waited_for():
+    """Its request was preempted in between: that load is joined all the same once it is said to have come, or it would
+    never end, and others that find its blocks would not wait for it."""
+    forwards = Forwards(64, 1)
     load = LoadOrder("load-2", "r", 32, ())
     known = Tracked(SimpleNamespace(request_id="r"), {}, load=True, save=True, parked=True, loading=load)
     assert forwards.misread(["r"], {"r": known}) == []
     forwards.coming["r"] = load
+    assert forwards.misread(["r"], {"r": known}) == []
+    forwards.reading.add(load.id)
+    assert forwards.misread(["r", "ended"], {"r": known}) == ["r"]
+    forwards.reading.clear()
+    known.loading = None
     assert forwards.misread(["r"], {"r": known}) == ["r"]
+
+
+def test_a_load_that_was_said_to_have_come_is_left_behind_once():
+    forwards = Forwards(64, 2)
+    forwards.coming["r"] = LoadOrder("load-2", "r", 32, ())
     assert forwards.left_behind("r") == ["r"]
     assert forwards.left_behind("r") == []
-    known.parked = False
-    assert forwards.misread(["r", "ended"], {"r": known}) == ["r"]
 
 
 def test_a_request_that_is_preempted_behind_a_forward_that_read_a_failed_load_says_nothing_of_that_forward(drive):

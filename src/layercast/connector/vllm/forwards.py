@@ -71,12 +71,11 @@ class Forwards:
     def misread(self, failed: Iterable[str], tracked: Mapping[str, Tracked]) -> list[str]:
         """Those of the requests whose loads have failed that have read these.
 
-        A failure may be told a step late. One that waits in the background by then was preempted meanwhile, has dropped
-        what it had read, and waits for another load, of which nobody has said anything.
+        A failure may be told a step late. One whose load no forward has waited for by then was preempted meanwhile and
+        has dropped what it had read.
         """
         found = {name: known for name in failed if (known := tracked.get(name)) is not None}
-        waiting = {name for name, known in found.items() if known.parked and known.loading is not None}
-        return [name for name in found if name not in waiting or name in self.coming]
+        return [name for name, known in found.items() if known.loading is None or known.loading.id in self.reading]
 
     def began(self, scheduled: Mapping[str, int], loads: bool) -> None:
         """A step was ordered: tokens by request, and whether it waits for loads (then its time says nothing)."""
