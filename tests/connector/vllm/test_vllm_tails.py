@@ -79,6 +79,15 @@ def test_a_few_blocks_behind_a_prefix_are_saved_with_the_answer_and_many_at_once
     assert run.end() == (wanted if few else [])
 
 
+def test_what_is_computed_again_as_its_load_has_failed_is_saved_in_its_step():
+    run = Run(103 * BLOCK)
+    run.begin(100 * BLOCK, held=True)
+    assert run.step(3 * BLOCK) == []
+    run.request.num_computed_tokens = 98 * BLOCK  # rewound to the first block that was lost
+    assert run.step(5 * BLOCK) == list(range(99, 104))
+    assert run.end() == []
+
+
 def test_what_was_completed_and_then_taken_away_is_not_saved():
     run = Run(103 * BLOCK)
     run.begin(100 * BLOCK, held=True)

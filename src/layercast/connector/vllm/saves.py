@@ -69,8 +69,9 @@ class Saves:
         complete, saved = end // self.grain, min(known.saved, before) // self.grain
         shift = zlib.crc32(name.encode()) % self._lump
         held, prompt = known.local + known.promised, request.num_prompt_tokens
-        own = held > 0 and before < prompt and prompt // self.grain - held // self.grain <= self._lump
-        if (complete + shift) // lump > (saved + shift) // lump and not (own and self._lump > 1):
+        few = self._lump > 1 and prompt // self.grain - held // self.grain <= self._lump
+        own = few and 0 < held <= before < prompt  # else there was no prefix, or some of it is computed again
+        if (complete + shift) // lump > (saved + shift) // lump and not own:
             order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step
             if self._side.config.save_decode_cache:
