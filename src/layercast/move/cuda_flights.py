@@ -119,15 +119,32 @@ def _reaches(count: int, number: int) -> bool:
     return (count - number) & _MOST <= _MOST >> 1
 
 
-class Wave(HostFlight):
-    """The flights of one submission: they are handed over together and end together."""
+class Awaited(HostFlight):
+    """What has landed once the device says that an event has happened."""
 
-    def __init__(self, driver: Driver, tally: Tally, count: int, event: Event) -> None:
+    def __init__(self, driver: Driver, event: Event) -> None:
         super().__init__()
         self.driver = driver
-        self.tally = tally
         self.event = event
-        """Recorded behind the last of them."""
+
+    def settle(self) -> None:
+        """End it once the device has done it. For the watcher."""
+        if super().done:
+            return
+        try:
+            self.driver.sleep_until(self.event.handle)
+        except LayercastError as error:
+            self.fail(error)
+        else:
+            self.land()
+
+
+class Wave(Awaited):
+    """The flights of one submission: they are handed over together and end together, the event behind the last."""
+
+    def __init__(self, driver: Driver, tally: Tally, count: int, event: Event) -> None:
+        super().__init__(driver, event)
+        self.tally = tally
         self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
         """For each of them the code with which the device has refused it; 0 = none so far."""
         self.first = 0
@@ -145,17 +162,6 @@ class Wave(HostFlight):
         self.first = self.tally.queued + 1
         self.tally.queued += len(self.errors)
         self.queued.set()
-
-    def settle(self) -> None:
-        """End it once the device has done it. For the watcher."""
-        if self.done:
-            return
-        try:
-            self.driver.sleep_until(self.event.handle)
-        except LayercastError as error:
-            self.fail(error)
-        else:
-            self.land()
 
 
 class CudaFlight:
@@ -238,13 +244,11 @@ class CudaFlight:
             driver.stream_waits_for_value(stream(), self.wave.tally.address, self.number)
 
 
-class Mark(HostFlight):
+class Mark(Awaited):
     """An event on the caller's stream, recorded when made; nothing watches it until somebody asks."""
 
     def __init__(self, driver: Driver, event: Event, watch: "Callable[[Mark], None]") -> None:
-        super().__init__()
-        self.event = event
-        self._driver = driver
+        super().__init__(driver, event)
         self._watch = watch
         self._asked = threading.Lock()
 
@@ -253,8 +257,8 @@ class Mark(HostFlight):
         """Whether the work before it has finished. Never blocks."""
         if super().done:
             return True
-        self._driver.bind()
-        return self._driver.happened(self.event.handle)
+        self.driver.bind()
+        return self.driver.happened(self.event.handle)
 
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded."""
@@ -265,15 +269,6 @@ class Mark(HostFlight):
         """Call `call(self)` once it has landed."""
         super().then(call)
         self._ask()
-
-    def settle(self) -> None:
-        """End it. For the watcher."""
-        try:
-            self._driver.sleep_until(self.event.handle)
-        except LayercastError as error:
-            self.fail(error)
-        else:
-            self.land()
 
     def _ask(self) -> None:
         """Have it watched, once."""
@@ -286,7 +281,7 @@ class Watcher:
 
     def __init__(self, driver: Driver, name: str) -> None:
         self._driver = driver
-        self._flights: queue.SimpleQueue[Wave | Mark | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Awaited | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.halted = ""
@@ -294,7 +289,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, flight: Wave | Mark) -> None:
+    def add(self, flight: Awaited) -> None:
         """End it when its event has happened."""
         with self._lock:
             self._flights.put(flight)
@@ -312,7 +307,7 @@ class Watcher:
             raise DeadlineExceeded(f"{self._thread.name}: copies have not ended within {timeout_s:g} s")
 
     def _run(self) -> None:
-        flight: Wave | Mark | None = None
+        flight: Awaited | None = None
         try:
             self._driver.bind()
             while (flight := self._flights.get()) is not None:
