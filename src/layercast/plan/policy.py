@@ -54,7 +54,8 @@ class Hit(msgspec.Struct, frozen=True):
 
 
 class Company(msgspec.Struct, frozen=True):
-    """Who shares the coming forward: running requests; bytes that it loads and tokens that it computes for others."""
+    """Who shares the coming forward: running requests; bytes that it loads and tokens that it computes for others,
+    those of the running ones included."""
 
     running: int = 0
     nbytes: int = 0
@@ -82,19 +83,25 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What things cost: the link's bytes a second, seconds that a token adds to a forward, those of a small one."""
+    """What things cost: the link's bytes a second, seconds that a token adds to a forward, those of a small one.
+
+    short: tokens and seconds of a forward over the end of a prompt. It may wait for its launches rather than compute.
+    """
 
     link_bytes_per_s: float
     token_s: float
     forward_s: float
+    short: tuple[int, float] = (1, 0.0)
 
     def transfer_s(self, nbytes: int) -> float:
         """Seconds that so many bytes take."""
         return nbytes / self.link_bytes_per_s
 
     def compute_s(self, tokens: int) -> float:
-        """Seconds of a forward over so many new tokens."""
-        return self.forward_s + tokens * self.token_s
+        """Seconds of a forward over so many new tokens: with fewer of them than another it takes no longer, and with
+        more of them a token costs no more."""
+        least, seconds = self.short
+        return max(self.forward_s + tokens * self.token_s, seconds * min(1.0, tokens / least))
 
 
 def decide(hit: Hit, rules: Rules, company: Company = ALONE, estimate: Estimate | None = None) -> Decision:

@@ -54,7 +54,7 @@ class Forwards:
     def company(self, request: str, alive: Collection[str]) -> Company:
         """Who shares the coming forward with a request that is about to be admitted."""
         running = sum(name in alive and name != request for name in self._running)
-        return Company(running, self._nbytes, self._tokens)
+        return Company(running, self._nbytes, self._tokens + running)
 
     def admitted(self, nbytes: int, tokens: int) -> None:
         """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""

@@ -44,7 +44,7 @@ ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 """Ends that come with the output of a step, so of one whose loads have not failed."""
 KEPT_OUTCOMES = 1000
 ASK_AGAIN_S = 1.0
-"""Longest time that a request waits for blocks of its prompt that are being saved."""
+"""Longest time that a request waits for blocks of its prompt that are being saved, or loaded for another."""
 DRAIN_S = 5.0
 """Longest time that an idle engine keeps stepping for reports of its last saves."""
 
@@ -144,13 +144,19 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.match,
         )
         rising = self._side.rising(request.request_id, bool(match.coming))
-        if (match.coming or rising) and self._may_wait(known, rising):
+        coming = match.coming or self._comes_for_another(match)
+        if (coming or rising) and known.may_wait(self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S):
             return None, False
         known.miss = match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, match.decision.parked and tokens > 0
+
+    def _comes_for_another(self, match: Match) -> bool:
+        """Whether most of it is being loaded already, and vLLM's own cache will have it."""
+        shared = self._vllm_config.cache_config.enable_prefix_caching
+        return shared and any(other.brings(match) for other in self.tracked.values())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
@@ -181,11 +187,6 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._due.loads.append(order)
             self._forwards.reading.add(order.id)
             self._forwards.admitted(match.nbytes, request.num_tokens - match.tokens)
-
-    def _may_wait(self, known: Tracked, rising: bool) -> bool:
-        now = time.monotonic()
-        known.asked_s = known.asked_s or now
-        return now < known.asked_s + (self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S)
 
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
