@@ -26,6 +26,8 @@ from layercast.flow.orders import LoadEnd, LoadOutcome, SaveOutcome, StepReport
 from layercast.plan.policy import ALONE
 
 PROMPTS, TOKENS, LIMIT = 6, 12, 3000
+STOPS = list(range(5, 495, 12))
+"""Tokens that end an answer, so that a request may end while another forward with it is under way."""
 BLOCKS, LENGTH, CHUNK = 15, 320, 64
 SQUEEZED = {"prompts": 40, "blocks": 12, "slab": 15 << 16}
 
@@ -50,6 +52,8 @@ def answer_to(ids, tokens):
     for _ in range(tokens):
         out.append(token_after(value))
         value = digest(value, out[-1])
+        if out[-1] in STOPS:
+            break
     return out
 
 
@@ -147,14 +151,13 @@ class Rank:
 class Forwards:
     """A model runner of several ranks. positions: whether it keeps requests' positions, as vLLM's second one does.
 
-    apart, shared: loads of which it was said that no forward under way uses their blocks, and the others; wrong: those
-    of which it was said wrongly.
+    beside: loads that came while a forward was under way; used: those that fill blocks which it uses.
     """
 
     def __init__(self, draw, positions, faults, ranks):
         self.positions, self.requests = positions, {}
         self.ranks = [Rank(number, draw, faults) for number in range(ranks)]
-        self.apart = self.shared = self.wrong = 0
+        self.beside = self.used = 0
         self.together = KVOutputAggregator(ranks)
 
     def run(self, output, flying):
@@ -162,9 +165,8 @@ class Forwards:
         self._take(output)
         metadata = output.kv_connector_metadata
         for load in (*metadata.orders.loads, *metadata.orders.background) if metadata.orders else ():
-            self.apart += metadata.apart
-            self.shared += not metadata.apart
-            self.wrong += metadata.apart and not load.blocks.isdisjoint(flying)
+            self.beside += bool(flying)
+            self.used += not load.blocks.isdisjoint(flying)
         for rank in self.ranks:
             rank.begin(metadata.orders, metadata.lost_blocks)
         sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
@@ -245,7 +247,7 @@ class Paper:
         self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
 
     def add(self, name, ids):
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, stop_token_ids=STOPS, detokenize=False)
         self.scheduler.add_request(Request(name, ids, sampling, None, block_hasher=self.hasher))
 
     def squeeze(self, draw):
@@ -319,9 +321,8 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         "joined": paper.forwards.ranks[0].joined,
         "failed": paper.failed,
         "preempted": paper.preempted,
-        "apart": paper.forwards.apart,
-        "shared": paper.forwards.shared,
-        "wrongly": paper.forwards.wrong,
+        "beside": paper.forwards.beside,
+        "used": paper.forwards.used,
     }
 
 
@@ -341,7 +342,7 @@ def main(folder, count, first=""):
         runs = [schedule(engine, number) for number in numbers]
     bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
-    for what in ("loads", "joined", "failed", "preempted", "apart", "shared", "wrongly"):
+    for what in ("loads", "joined", "failed", "preempted", "beside", "used"):
         facts[what] = sum(run[what] for run in runs)
     facts["steps_in_flight"] = sorted({run["depth"] for run in runs})
     tell(facts)

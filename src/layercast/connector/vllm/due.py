@@ -27,7 +27,6 @@ class Due:
         self.lost_blocks: set[int] = set()
         self.lost_requests: set[str] = set()
         self.misled: set[str] = set()
-        self.apart = False
 
     @property
     def empty(self) -> bool:
@@ -56,8 +55,7 @@ class Due:
             joins=tuple(self.joins),
             tier=() if loads_alone else tuple(self.tier),
         )
-        lost_blocks, lost_requests = frozenset(self.lost_blocks), frozenset(self.lost_requests)
-        return Orders(orders, lost_blocks, lost_requests, tuple(sorted(self.misled)), apart=self.apart)
+        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
 
 
 def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:

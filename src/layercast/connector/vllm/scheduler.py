@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
-from layercast.connector.vllm import events, recovery
+from layercast.connector.vllm import events, recovery, versions
 from layercast.connector.vllm.due import Due, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
@@ -93,7 +93,7 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
-        self._holds = Holds(gpu_block_pool, self._reused, self._forwards.depth)
+        self._holds = Holds(gpu_block_pool, self._reused)
         if not self._background:
             recovery.install()
 
@@ -133,8 +133,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
-        drafts = self._vllm_config.speculative_config  # their forwards are waited for
-        costs = None if drafts else self._side.chooser.rates.estimate
+        at_once = versions.fill_at_once(self._vllm_config, self._side.specs)
+        costs = self._side.chooser.rates.estimate if at_once else None
         known.match = match = self._side.match(
             request.all_token_ids,
             known.extras,
@@ -215,7 +215,6 @@ class SchedulerHooks(KVConnectorBase_V1):
         if scheduled and self._forwards.coming:
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
-        self._due.apart = self._holds.freed.step(self._due.loads + self._due.background)
         self._loads_are_known(scheduler_output)
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
@@ -268,7 +267,6 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.pop(request.request_id, None)
         if known is None:
             return False, None
-        self._holds.freed.rest(reversed(block_ids[0]))
         self._saves.forget(request.request_id)
         failed = known in self._forwards.failed
         self._forwards.failed.discard(known)

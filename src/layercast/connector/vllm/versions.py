@@ -16,9 +16,12 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+
+from layercast.spec.groups import GroupKind, GroupSpec
 
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 TELLS_FAILED_REQUESTS = TransferResults is not None
@@ -30,6 +33,8 @@ NAMES_LAYOUTS = find_spec("vllm.v1.kv_cache_layout") is not None
 """Whether a connector may ask for any order of layers and blocks by name (0.29)."""
 TAGS_EXTRAS = '("cache_salt"' in inspect.getsource(generate_block_hash_extra_keys)
 """Whether a block's extra keys say what they are."""
+DEFERS_FREES = "defer_block_free" in inspect.getsource(Scheduler.__init__)
+"""Whether blocks of a request that ends, or is preempted, are free only once the forwards that use them have ended."""
 
 if find_spec("vllm.v1.metrics.cache_hit_source") is not None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -82,6 +87,15 @@ def failed_requests(output: KVConnectorOutput) -> Iterable[str]:
 def writes_blocks(output: SchedulerOutput) -> bool:
     """Whether vLLM itself writes into blocks of the step (zeroes, copies on write) before its forward."""
     return bool(getattr(output, "new_block_ids_to_zero", None) or getattr(output, "kv_cache_block_copies", None))
+
+
+def fill_at_once(config: VllmConfig, specs: Sequence[GroupSpec]) -> bool:
+    """Whether loads may fill their blocks while forwards are under way, as none of these uses them any more.
+
+    What leaves a window is free sooner, and a draft may run on when vLLM knows its forward's tokens.
+    """
+    whole = all(spec.kind in (GroupKind.FULL, GroupKind.LATENT) for spec in specs)
+    return DEFERS_FREES and whole and config.speculative_config is None
 
 
 def forward_waits(output: SchedulerOutput) -> None:

@@ -19,12 +19,13 @@ from layercast.config import Config
 from layercast.connector.vllm.metadata import Handshake, Orders, Reports
 from layercast.connector.vllm.registration import register
 from layercast.connector.vllm.stats import FULL_GRAPH_STEPS, Stats
-from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, TransferResults, by_layer
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, TransferResults, by_layer, fill_at_once
 from layercast.control.node import open_worker
 from layercast.control.scheduler import WorkerFacts
 from layercast.flow.layer_step import LayerStep
 from layercast.flow.orders import LoadEnd, LoadOrder, ReceiveOrder, StepOrders, StepReport
 from layercast.flow.worker import Worker
+from layercast.move.base import Flight
 from layercast.observe.timeline import OFF, Timeline
 
 STUCK_S = 10.0
@@ -91,10 +92,12 @@ class WorkerHooks(KVConnectorBase_V1):
         return self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step's loads as early as may be: they gain what vLLM takes to prepare the forward's inputs."""
+        """Begin a step's loads as early as may be: they gain what vLLM takes to prepare the forward's inputs, and where
+        no forward under way uses their blocks, what is left of these."""
         if isinstance(kv_connector_metadata, Orders) and kv_connector_metadata.early and self._step is None:
             assert kv_connector_metadata.orders is not None
-            self._begin(kv_connector_metadata.orders, kv_connector_metadata.apart)
+            at_once = fill_at_once(self._vllm_config, self._handshake.facts.specs)
+            self._begin(kv_connector_metadata.orders, () if at_once else (self._worker.mover.mark(),))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. One whose forward reads loads waits for `start_load_kv`, which comes before that forward."""
@@ -110,7 +113,7 @@ class WorkerHooks(KVConnectorBase_V1):
         if orders is not None and self._step is not None:
             self._step.add(orders)
         elif orders is not None and not (orders.loads or orders.joins):
-            self._begin(orders)
+            self._begin(orders, (self._worker.mover.mark(),))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begin a step with loads, behind whatever the engine has done to their blocks so far.
@@ -122,7 +125,7 @@ class WorkerHooks(KVConnectorBase_V1):
         if not isinstance(metadata, Orders) or metadata.orders is None:
             return
         if self._step is None:
-            self._begin(metadata.orders)
+            self._begin(metadata.orders, (self._worker.mover.mark(),))
         elif not metadata.early or not (metadata.orders.loads or metadata.orders.joins):
             return
         called = (
@@ -208,9 +211,8 @@ class WorkerHooks(KVConnectorBase_V1):
         assert self._step is not None
         return self._step
 
-    def _begin(self, orders: StepOrders, apart: bool = False) -> None:
-        """apart: whether its loads fill blocks that nothing of the engine's uses which has been queued so far."""
-        self._step = self._worker.begin(orders, after=() if apart else (self._worker.mover.mark(),))
+    def _begin(self, orders: StepOrders, after: Sequence[Flight]) -> None:
+        self._step = self._worker.begin(orders, after=after)
         self._failed = set()
         if not TELLS_FAILED_REQUESTS:
             self._awaited.update((load.request, load.blocks) for load in orders.background)
