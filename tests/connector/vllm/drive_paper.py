@@ -284,9 +284,10 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
             name, which = to_come.pop()
             paper.add(name, ids_of(which))
         if draw.random() < 0.03 and scheduler.requests:
-            victim = draw.choice(list(scheduler.requests))
-            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-            aborted.add(victim)
+            alive = list(scheduler.requests)
+            victims = alive if draw.random() < 0.3 else [draw.choice(alive)]
+            scheduler.finish_requests(victims, RequestStatus.FINISHED_ABORTED)
+            aborted.update(victims)
         if squeezed is not None:
             paper.squeeze(squeezed)
         paper.step()
@@ -297,12 +298,17 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         paper.step()
     said = {name: paper.said.get(name, []) for name in asked}
     right = {name: answer_to(ids_of(which), TOKENS) for name, which in asked.items()}
-    side, holds = paper.connector.side, paper.connector._holds
+    side, holds, f = paper.connector.side, paper.connector._holds, paper.connector._forwards
     return {
         "number": number,
         "depth": depth,
         "wrong": [n for n, out in said.items() if out != (right[n][: len(out)] if n in aborted else right[n])],
-        "left": [side.idle, holds.held, len(paper.connector.tracked)],
+        "left": [
+            side.idle,
+            holds.held,
+            len(paper.connector.tracked),
+            *map(len, (f.coming, f.reading, f.leaving, f.failed)),
+        ],
         "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "loads": paper.forwards.ranks[0].loads,
         "joined": paper.forwards.ranks[0].joined,
@@ -325,7 +331,7 @@ def main(folder, count, first=""):
         runs = [schedule(engine, number, SQUEEZED["prompts"], random.Random(number)) for number in numbers]
     else:
         runs = [schedule(engine, number) for number in numbers]
-    bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
+    bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0, 0, 0, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
     for what in ("loads", "joined", "failed", "preempted"):
         facts[what] = sum(run[what] for run in runs)
