@@ -107,10 +107,14 @@ class Rank:
                 self.come_to_nothing.add(load.request)
                 self.lost |= set() if TELLS_FAILED_REQUESTS else load.blocks
 
+    def saves_ended(self, orders):
+        """Outcomes of saves: each ends in its step."""
+        return [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
+
     def told(self, metadata):
         """What the worker's side of the connector says of the step."""
         orders, gone = metadata.orders, metadata.lost_requests
-        saves = [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
+        saves = self.saves_ended(orders)
         told = StepReport(orders.step if orders else -1, tuple(self.failed), tuple(self.ends), tuple(saves))
         more = {"failed_recving": self.come_to_nothing | gone} if TELLS_FAILED_REQUESTS else {}
         return KVConnectorOutput(
@@ -219,6 +223,8 @@ def made_of(names, sampled, reported):
 class Paper:
     """One scheduler with up to `depth` steps in flight, over forwards on paper."""
 
+    forwards_of = Forwards
+
     def __init__(self, engine, draw, kind, depth, positions, faults, ranks):
         old, config = engine.scheduler, engine.core.vllm_config
         config.scheduler_config.async_scheduling = depth > 1
@@ -232,7 +238,8 @@ class Paper:
         config.parallel_config.tensor_parallel_size = 1
         company = self.connector._forwards.company
         self.connector._forwards.company = lambda *rest: ALONE if draw.random() < 0.4 else company(*rest)
-        self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults, ranks), depth, [], {}
+        self.forwards = self.forwards_of(draw, positions, faults, ranks)
+        self.depth, self.flying, self.said = depth, [], {}
         self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
 
     def add(self, name, ids):
