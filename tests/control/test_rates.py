@@ -1,11 +1,13 @@
 """What loads and forwards cost, from what they took."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.control.rates import FORGET_S, KEPT, LARGE, Rates
-from layercast.plan.policy import ALONE, Hit, Mode, Rules, decide
+from layercast.plan.policy import ALONE, Company, Hit, Mode, Rules, decide
 
 
 class Clock:
@@ -92,6 +94,34 @@ def test_one_forward_that_is_larger_and_slower_than_all_others_does_not_make_com
         rates.computed(tokens, seconds)
     assert rates.estimate.token_s == pytest.approx(0.049 / 2048)
     assert decide(HIT, RULES, ALONE, rates.estimate).mode is Mode.RECOMPUTE
+
+
+def test_the_end_of_a_prompt_takes_as_long_as_such_ends_have_taken_whatever_a_token_costs(rates):
+    """An H200: 2,048 tokens take 49 ms, 130 take 17 as they wait for their launches, and a step that decodes takes 4.
+    By the cost of a token it would be 7, and a load of 20 ms that would hide behind 17 was made to wait for 40."""
+    rates.loaded(1 << 30, 0.0205)
+    rates.computed(8, 0.004)
+    for tokens, seconds in [(2048, 0.049)] * 3 + [(140, 0.017), (130, 0.016), (135, 0.040), (260, 0.020), (133, 0.017)]:
+        rates.computed(tokens, seconds)
+    assert rates.estimate.compute_s(128 + 6) == pytest.approx(0.017)
+    assert rates.estimate.compute_s(65) == pytest.approx(0.017 / 2)
+    assert rates.estimate.compute_s(2048) == pytest.approx(0.049)
+    assert decide(Hit(8192, 1 << 30, 128), RULES, Company(6, 0, 6), rates.estimate).mode is Mode.LAYERWISE
+
+
+@given(
+    st.lists(st.tuples(st.integers(LARGE, 4096), st.floats(0.001, 0.3)), min_size=1, max_size=KEPT), st.floats(0, 0.1)
+)
+def test_more_tokens_never_take_less_time_nor_any_of_them_more(forwards, small_s):
+    rates = Rates(Clock())
+    rates.loaded(1, 1.0)
+    rates.computed(1, small_s)
+    for tokens, seconds in forwards:
+        rates.computed(tokens, seconds)
+    times = [rates.estimate.compute_s(tokens) for tokens in range(1, 5000, 7)]
+    each = [seconds / tokens for seconds, tokens in zip(times, range(1, 5000, 7), strict=True)]
+    assert times == sorted(times)
+    assert all(later <= before * (1 + 1e-9) for before, later in pairwise(each))
 
 
 def test_where_no_small_forward_was_seen_a_large_one_is_all_tokens(rates):

@@ -57,7 +57,8 @@ class Rates:
     @property
     def estimate(self) -> Estimate | None:
         """The link at its best in the last loads, as one that queued behind others tells less; the least of the small
-        forwards; the median cost of a token in the largest ones, beyond that. None: not known yet.
+        forwards; the median cost of a token in the largest ones, beyond that; the median of the least large ones.
+        None: not known yet.
 
         A forward that takes less than twice the least of the small ones may have waited for its launches all the time:
         it tells no more than that a token costs at most all of it.
@@ -66,10 +67,12 @@ class Rates:
             return None
         least_s = min(self._small_s, default=0.0)
         if self._known is None or self._known.forward_s != least_s:
-            most = sorted(self._large)[-SEVERAL:][0][0]
+            ordered = sorted(self._large)
+            least, most = ordered[0][0], ordered[-SEVERAL:][0][0]
+            short = [seconds for tokens, seconds in ordered if tokens <= 2 * least]
             largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
             costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
-            self._known = Estimate(max(self._links), median(costs), least_s)
+            self._known = Estimate(max(self._links), median(costs), least_s, (least, median(short)))
         return self._known
 
 

@@ -52,6 +52,15 @@ def test_beside_others_a_hit_that_would_hold_them_up_is_loaded_in_two_parts(fact
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_what_is_being_loaded_for_another_is_not_loaded_twice(facts, name):
+    """Its request waits for that load, and finds the blocks in vLLM's own cache; where there is none, it loads."""
+    two = facts[name]["modes"]["two"]
+    first, other = (receipt[3] for receipt in two["receipts"])
+    assert (first, other) == (HIT, 0 if name == "caching" else HIT)
+    assert two["background"] == (1 if name == "caching" else 2)
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_no_layer_is_passed_before_the_loads_that_its_forward_joins_are_asked_for(facts, name):
     """vLLM calls `start_load_kv` behind a forward for which it has matched nothing itself."""
     assert facts[name]["unasked"] == 0

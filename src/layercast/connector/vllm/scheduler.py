@@ -28,7 +28,7 @@ from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.saves import Saves
 from layercast.connector.vllm.stats import Stats
-from layercast.connector.vllm.tracked import Tracked, wishes_of
+from layercast.connector.vllm.tracked import Tracked, first_sight
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
@@ -44,7 +44,7 @@ ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 """Ends that come with the output of a step, so of one whose loads have not failed."""
 KEPT_OUTCOMES = 1000
 ASK_AGAIN_S = 1.0
-"""Longest time that a request waits for blocks of its prompt that are being saved."""
+"""Longest time that a request waits for blocks of its prompt that are being saved, or loaded for another."""
 DRAIN_S = 5.0
 """Longest time that an idle engine keeps stepping for reports of its last saves."""
 
@@ -93,16 +93,16 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
-        self._holds = Holds(gpu_block_pool, self._reused)
+        self._holds = Holds(gpu_block_pool, self._reused, self._forwards.depth)
         if not self._background:
             recovery.install()
+
+    def _reused(self, order: str) -> None:
+        self._side.doom(order)
 
     @cached_property
     def _spare_last(self) -> bool:
         return drops_last_block(self._vllm_config.speculative_config)
-
-    def _reused(self, order: str) -> None:
-        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
@@ -133,24 +133,32 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
+        drafts = self._vllm_config.speculative_config  # their forwards are waited for
+        costs = None if drafts else self._side.chooser.rates.estimate
         known.match = match = self._side.match(
             request.all_token_ids,
             known.extras,
             num_computed_tokens,
             request.request_id,
             self._spare_last,
-            self._forwards.company(request.request_id, self.tracked),
+            self._forwards.company(request.request_id, self.tracked, costs),
             self._forwards.most_tokens,
             known.match,
         )
         rising = self._side.rising(request.request_id, bool(match.coming))
-        if (match.coming or rising) and self._may_wait(known, rising):
+        coming = match.coming or self._comes_for_another(match)
+        if (coming or rising) and known.may_wait(self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S):
             return None, False
         known.miss = match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, match.decision.parked and tokens > 0
+
+    def _comes_for_another(self, match: Match) -> bool:
+        """Whether most of it is being loaded already, and vLLM's own cache will have it."""
+        shared = self._vllm_config.cache_config.enable_prefix_caching
+        return shared and any(other.brings(match) for other in self.tracked.values())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""
@@ -182,11 +190,6 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._forwards.reading.add(order.id)
             self._forwards.admitted(match.nbytes, request.num_tokens - match.tokens)
 
-    def _may_wait(self, known: Tracked, rising: bool) -> bool:
-        now = time.monotonic()
-        known.asked_s = known.asked_s or now
-        return now < known.asked_s + (self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S)
-
     def _lost(self, known: Tracked, match: Match, tables: Sequence[Table]) -> None:
         """The blocks went between lookup and allocation: the promise is broken in the engine's own way."""
         self._forwards.failed.add(known)
@@ -212,6 +215,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if scheduled and self._forwards.coming:
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
+        self._due.apart = self._holds.freed.step(self._due.loads + self._due.background)
         self._loads_are_known(scheduler_output)
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
@@ -264,6 +268,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.pop(request.request_id, None)
         if known is None:
             return False, None
+        self._holds.freed.rest(reversed(block_ids[0]))
         self._saves.forget(request.request_id)
         failed = known in self._forwards.failed
         self._forwards.failed.discard(known)
@@ -383,17 +388,12 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)
         if known is None:
-            wishes, stated, problem = wishes_of(request)
-            role = self._kv_transfer_config
-            load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
-            salted = bool(wishes.salt or request.cache_salt)
-            known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
-            known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
+            known, salt = first_sight(request, self._kv_transfer_config)
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known
             try:
-                known.extras = extras_of(request, self._adapters, self._saves.grain, wishes.salt)
+                known.extras = extras_of(request, self._adapters, self._saves.grain, salt)
             except NotCacheable:
                 known.load = known.save = False
                 known.miss = MissReason.NOT_CACHEABLE

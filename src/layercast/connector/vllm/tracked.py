@@ -3,12 +3,14 @@
 Does not know the pool or the engine's scheduler.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import msgspec
+from vllm.config import KVTransferConfig
 from vllm.v1.request import Request
 
 from layercast.control.scheduler import Match
@@ -60,6 +62,24 @@ class Tracked:
     """What is wrong with its wishes."""
     salted: bool = False
     """Whether a salt, its own or vLLM's, keeps it apart from others."""
+
+    def may_wait(self, most_s: float) -> bool:
+        """Whether it may be told to ask again, for so many seconds from the first time on."""
+        now = time.monotonic()
+        self.asked_s = self.asked_s or now
+        return now < self.asked_s + most_s
+
+    def brings(self, wanted: Match) -> bool:
+        """Whether its load is under way in the background, and has most of what another would load.
+
+        That one finds it in vLLM's own cache then: sooner than by a load that queues behind this one, and in the same
+        blocks. Whatever it asks for, the middle one of its blocks tells, as keys name all that is before them.
+        """
+        if self.loading is None or not self.parked or self.match is None:
+            return False
+        mine, asked = self.match.needed[0], wanted.needed[0]
+        middle = asked.start + len(asked) // 2
+        return middle in mine and middle in asked and self.match.keys[0][middle] == wanted.keys[0][middle]
 
     def heard(self, load: LoadOutcome) -> None:
         """Its load has ended on a rank. What has failed on one is not in place, whatever others say behind it."""
@@ -119,6 +139,16 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: bool = True
     load: bool = True
     salt: str = ""
+
+
+def first_sight(request: Request, role: KVTransferConfig) -> tuple[Tracked, str]:
+    """A request that is new, as its wishes and the engine's role have it, and the salt that it wishes."""
+    wishes, stated, problem = wishes_of(request)
+    load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
+    salted = bool(wishes.salt or request.cache_salt)
+    known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
+    known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
+    return known, wishes.salt
 
 
 def wishes_of(request: Request) -> tuple[Wishes, bool, str]:
