@@ -56,9 +56,9 @@ class Drafting(Forwards):
         self.ranks = [LateRank(number, draw, faults) for number in range(ranks)]
         self.draw, self.verified = draw, [0, 0]
 
-    def run(self, output):
+    def run(self, output, *under_way):
         self.drafts = output.scheduled_spec_decode_tokens
-        return super().run(output)
+        return super().run(output, *under_way)
 
     def _compute(self, name, tokens):
         if not (drafts := self.drafts.get(name)):
@@ -117,7 +117,7 @@ class Drafts(Paper):
         self.scheduler.add_request(Request(name, ids, sampling, None, block_hasher=self.hasher))
 
     def settle(self):
-        output, sampled, _ = self.flying[0]
+        output, sampled, *_ = self.flying[0]
         super().settle()
         if self.depth == 1:
             spoke = [name for name, tokens in zip(output.num_scheduled_tokens, sampled, strict=True) if tokens]
