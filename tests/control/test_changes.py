@@ -58,6 +58,23 @@ def test_what_is_disowned_is_told_as_dropped():
     assert (gone.stored, sorted(gone.keys)) == (False, keys_of(0, 3))
 
 
+def test_what_is_disowned_is_told_once_and_takes_no_room():
+    """It was told again whenever all was disowned again, and once more as its slots were needed."""
+    made = directory()
+    save(made, keys_of(0, 3))
+    lease = made.lease("reader", [keys_of(0, 1)])
+    made.disown()
+    made.changes.take()
+    assert made.room() == (made.slots[0] - 1,)
+    made.disown()
+    save(made, keys_of(1, made.slots[0] - 1))
+    assert [change.stored for change in made.changes.take()] == [True]
+    made.release(lease)
+    made.disown()
+    assert made.room() == made.slots
+    made.check()
+
+
 def test_replayed_changes_are_what_is_stored():
     for seed in range(50):
         draw, made, heard = random.Random(seed), directory(), set()

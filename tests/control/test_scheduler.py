@@ -104,7 +104,7 @@ def test_who_asks_again_is_answered_as_if_for_the_first_time(steps):
     for step, number in steps:
         tokens, local = ASKED[number % len(ASKED)]
         if step == "save":
-            order = side.save_order("cold", [number % 3, *TOKENS], 0, len(TOKENS), [TABLE])
+            order = side.save_order("cold", [*ASKED, ([0, *TOKENS], 0)][number % 5][0], 0, len(TOKENS), [TABLE])
             under_way += [] if order is None else [order]
         elif step == "settle" and under_way:
             side.settle(saved(under_way.pop(), good=number > 0))
@@ -123,6 +123,14 @@ def test_who_asks_again_is_answered_as_if_for_the_first_time(steps):
             assert [*map(list, again.keys)] == [*map(list, fresh.keys)]
             assert replace(again, keys=()) == replace(fresh, keys=())
             last[nth] = again
+
+
+def test_who_asks_again_hears_that_there_was_no_room_meanwhile():
+    side = side_of(2)
+    first = side.match(TOKENS)
+    assert first.miss is MissReason.NEVER_STORED
+    assert side.save_order("long", TOKENS, 0, len(TOKENS), [TABLE]) is None
+    assert side.match(TOKENS, last=first).miss is MissReason.NO_ROOM
 
 
 def test_who_asks_again_while_nothing_has_changed_gets_the_very_same_answer():

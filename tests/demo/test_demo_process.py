@@ -1,6 +1,8 @@
 """A second process of the demo answers, refuses in the parent's own words, or is known to be gone."""
 
 import os
+import pickle
+import signal
 
 import msgspec
 import pytest
@@ -54,3 +56,10 @@ def test_a_process_whose_parent_goes_with_an_answer_unread_ends_without_a_word(c
         assert child.receive(Number, 60) == Number(1)
         assert child._connection.poll(60), "the second answer has come, and nobody reads it"
     assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_can_not_be_started_leaves_ctrl_c_as_it_was():
+    told = signal.getsignal(signal.SIGINT)
+    with pytest.raises((AttributeError, pickle.PicklingError)), process("local", lambda *_: None, Number(0)):
+        raise AssertionError("a function without a name can not be sent to a process")
+    assert signal.getsignal(signal.SIGINT) is told

@@ -140,11 +140,9 @@ class Directory:
             shelf.dropped = partial(self.changes.dropped, group)
 
     def disown(self) -> None:
-        """Note all that is stored as dropped: nobody asks for these keys any more."""
-        for group, shelf in enumerate(self._shelves):
-            shelf.version += 1
-            if self.changes is not None:
-                self.changes.dropped(group, shelf.stored)
+        """Drop all that is stored: nobody asks for these keys any more."""
+        for shelf in self._shelves:
+            shelf.forget(shelf.stored, Absence.EVICTED)
 
     # ---- looking up, without side effects ----
 
@@ -191,7 +189,7 @@ class Directory:
 
     @property
     def version(self) -> int:
-        """Another number whenever `has` may answer otherwise."""
+        """Another number whenever `has`, or `absences`, may answer otherwise."""
         return sum([shelf.version for shelf in self._shelves])
 
     # ---- leases ----

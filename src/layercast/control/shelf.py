@@ -96,7 +96,7 @@ class Shelf:
         self.dropped: Callable[[Sequence[bytes]], None] | None = None
         """Told of keys that can't be found any more."""
         self.version = 0
-        """Another one whenever `has` may answer otherwise."""
+        """Another one whenever `has`, or `absence`, may answer otherwise."""
         self._gone = Gone(remember)
         self._runs: OrderedDict[_Run, None] = OrderedDict()
         """The next to lose its last block first."""
@@ -192,6 +192,7 @@ class Shelf:
 
     def refuse(self, keys: Iterable[bytes]) -> None:
         """There is no room to save those of the keys that are absent; what begins the prompt is forgotten last."""
+        self.version += 1
         absent = [key for key in keys if key not in self._run_of]
         self._gone.note(reversed(absent), Absence.NO_ROOM)
 

@@ -56,8 +56,10 @@ def process(name: str, serve: Callable[[Connection, bytes], None], setup: msgspe
     ours, theirs = context.Pipe()
     child = context.Process(target=_child, args=(serve, theirs, msgspec.msgpack.encode(setup)), daemon=True)
     told = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C reaches both, the parent acts
-    child.start()
-    signal.signal(signal.SIGINT, told)
+    try:
+        child.start()
+    finally:
+        signal.signal(signal.SIGINT, told)
     theirs.close()
     try:
         yield Process(name, ours)

@@ -111,10 +111,14 @@ class Rank:
                 self.come_to_nothing.add(load.request)
                 self.lost |= set() if TELLS_FAILED_REQUESTS else load.blocks
 
+    def saves_ended(self, orders):
+        """Outcomes of saves: each ends in its step."""
+        return [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
+
     def told(self, metadata):
         """What the worker's side of the connector says of the step."""
         orders, gone = metadata.orders, metadata.lost_requests
-        saves = [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
+        saves = self.saves_ended(orders)
         told = StepReport(orders.step if orders else -1, tuple(self.failed), tuple(self.ends), tuple(saves))
         more = {"failed_recving": self.come_to_nothing | gone} if TELLS_FAILED_REQUESTS else {}
         return KVConnectorOutput(
@@ -230,6 +234,8 @@ def made_of(names, sampled, reported):
 class Paper:
     """One scheduler with up to `depth` steps in flight, over forwards on paper."""
 
+    forwards_of = Forwards
+
     def __init__(self, engine, draw, kind, depth, positions, faults, ranks):
         old, config = engine.scheduler, engine.core.vllm_config
         config.scheduler_config.async_scheduling = depth > 1
@@ -243,7 +249,8 @@ class Paper:
         config.parallel_config.tensor_parallel_size = 1
         company = self.connector._forwards.company
         self.connector._forwards.company = lambda *rest: ALONE if draw.random() < 0.4 else company(*rest)
-        self.forwards, self.depth, self.flying, self.said = Forwards(draw, positions, faults, ranks), depth, [], {}
+        self.forwards = self.forwards_of(draw, positions, faults, ranks)
+        self.depth, self.flying, self.said = depth, [], {}
         self.hasher, self.preempted, self.failed = engine.core.request_block_hasher, 0, 0
 
     def add(self, name, ids):
@@ -297,9 +304,10 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
             name, which = to_come.pop()
             paper.add(name, ids_of(which))
         if draw.random() < 0.03 and scheduler.requests:
-            victim = draw.choice(list(scheduler.requests))
-            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-            aborted.add(victim)
+            alive = list(scheduler.requests)
+            victims = alive if draw.random() < 0.3 else [draw.choice(alive)]
+            scheduler.finish_requests(victims, RequestStatus.FINISHED_ABORTED)
+            aborted.update(victims)
         if squeezed is not None:
             paper.squeeze(squeezed)
         paper.step()
@@ -310,12 +318,17 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         paper.step()
     said = {name: paper.said.get(name, []) for name in asked}
     right = {name: answer_to(ids_of(which), TOKENS) for name, which in asked.items()}
-    side, holds = paper.connector.side, paper.connector._holds
+    side, holds, f = paper.connector.side, paper.connector._holds, paper.connector._forwards
     return {
         "number": number,
         "depth": depth,
         "wrong": [n for n, out in said.items() if out != (right[n][: len(out)] if n in aborted else right[n])],
-        "left": [side.idle, holds.held, len(paper.connector.tracked)],
+        "left": [
+            side.idle,
+            holds.held,
+            len(paper.connector.tracked),
+            *map(len, (f.coming, f.reading, f.leaving, f.failed)),
+        ],
         "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "loads": paper.forwards.ranks[0].loads,
         "joined": paper.forwards.ranks[0].joined,
@@ -340,7 +353,7 @@ def main(folder, count, first=""):
         runs = [schedule(engine, number, SQUEEZED["prompts"], random.Random(number)) for number in numbers]
     else:
         runs = [schedule(engine, number) for number in numbers]
-    bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
+    bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0, 0, 0, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
     for what in ("loads", "joined", "failed", "preempted", "beside", "used"):
         facts[what] = sum(run[what] for run in runs)

@@ -20,7 +20,7 @@ class Forwards:
     def __init__(self, most_tokens: int, depth: int) -> None:
         self.most_tokens, self.depth = most_tokens, depth
         self.coming: dict[str, LoadOrder] = {}
-        """Loads that were said to have come, and are not known to have ended on every rank, by request."""
+        """Loads that were said to have come, and are not known to have ended on every rank, by live request."""
         self.reading: set[str] = set()
         """Loads that forwards read and that have not ended: what these forwards compute may yet prove wrong."""
         self.leaving: dict[str, Tracked] = {}

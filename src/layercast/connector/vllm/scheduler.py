@@ -239,9 +239,9 @@ class SchedulerHooks(KVConnectorBase_V1):
         """
         coming = self._forwards.coming
         for name, order in list(coming.items()):
-            known = self.tracked.get(name)
+            known = self.tracked[name]
             failed = known in self._forwards.failed
-            if known is None or (known.loading is not order and not failed):
+            if known.loading is not order and not failed:
                 del coming[name]
                 continue
             if known.loading is order:
@@ -270,11 +270,12 @@ class SchedulerHooks(KVConnectorBase_V1):
         self._saves.forget(request.request_id)
         failed = known in self._forwards.failed
         self._forwards.failed.discard(known)
-        reading = known.loading is not None and request.status not in ANSWERED
+        answered = request.status in ANSWERED
+        reading = known.loading is not None and not answered
         if not (reading or failed) and (save := self._saves.last(known, block_ids)) is not None:
             self._order(save)
-        said = request.request_id in self._forwards.coming and (reading or failed)
-        if said or (self._forwards.doubtful(request.request_id) and request.status not in ANSWERED):
+        said = self._forwards.coming.pop(request.request_id, None)
+        if (said and (reading or failed)) or (self._forwards.doubtful(request.request_id) and not answered):
             self._holds.doubt(block_ids[0])  # nobody may find a load, or what is made of one, that may yet fail
         if reading and known.parked:
             self._due.aborts.append(request.request_id)
