@@ -266,6 +266,19 @@ def test_one_that_fails_in_whatever_moment_fails_the_forward_that_joins_it(momen
         assert worker.idle
 
 
+def test_one_that_fails_in_the_moment_in_which_nothing_is_left_of_it_is_not_said_to_have_come(monkeypatch):
+    """No forward is to join it then: an engine of several groups has no way to be told of one that fails in there."""
+    with worker_of(layerwise_prefetch_layers=LAYERS) as (worker, _, mover):
+        start(worker, load(windows_hidden=0))
+        monkeypatch.setattr(Turn, "mover", mover, raising=False)
+        (run,) = worker._loads
+        run.__class__ = Turn
+        assert worker.awaited() == [("hit", LoadEnd.LOST)]
+        assert [load.end for load in worker.report(2).loads] == [LoadEnd.LOST]
+        assert worker.begin(StepOrders(3, joins=("hit",))).end().failed == ()
+        assert worker.idle
+
+
 def test_one_that_fails_after_it_was_said_to_have_come_fails_the_forward_that_joins_it_and_is_not_told_before():
     with worker_of() as (worker, _, mover):
         order = load()

@@ -167,8 +167,10 @@ class Worker:
                 run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
         over, before = dict[LoadRun, LoadEnd | None](), 0
         for run in dict.fromkeys((*self._loads, *self._background)):  # in the order in which they come
-            end = run.end  # once, as it may fail at any time: what is said to have come is what a forward is to join
-            if run in self._background and (end is not None or run.hidden(before)):
+            # It may fail at any time. In this order: what has settled is told with its end, as nothing of it is left to
+            # join; each once: what is said to have come while a part is to land is what a forward is to join.
+            hidden, end = run.hidden(before), run.end
+            if run in self._background and (hidden or end is not None):
                 over[run] = end
             before += run.left_bytes if end is None else 0
         self._background = [run for run in self._background if run not in over]
