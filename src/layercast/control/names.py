@@ -79,8 +79,6 @@ class Said:
 
     def add(self, parent: bytes, run: _Run) -> None:
         """Remember a run, and forget the ones unused for longest where that makes too many."""
-        if len(run.keys) < LEAST_SAID:
-            return
         self._blocks += len(run.keys)
         if (other := self._runs.pop(parent, None)) is not None:
             self._blocks -= len(other.keys)
@@ -148,7 +146,7 @@ class Chain(Sequence[bytes]):
             ids = token_bytes(self._tokens[first * size : end * size])
             fresh = keys_of(parent, ids, size, extras, first)
             known += fresh
-            if not extras:
+            if not extras and len(fresh) >= LEAST_SAID:
                 told = self._digests and self._digests[(first + 1) * self._step - 1 : end * self._step : self._step]
                 self._said.add(parent, _Run(ids, told, fresh))
         return known
