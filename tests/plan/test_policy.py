@@ -81,6 +81,13 @@ def test_beside_others_what_is_not_known_yet_is_tried_in_the_background():
     assert choose(running=1, estimate=None).mode is Mode.BACKGROUND
 
 
+def test_what_comes_while_a_forward_is_under_way_holds_nobody_up():
+    assert choose(rest=128, company=Company(6, 0, 6)).parked
+    assert choose(rest=128, company=Company(6, 0, 6, ahead_s=0.006)).mode is Mode.LAYERWISE
+    assert choose(rest=128, company=Company(6, 0, 6, ahead_s=0.006), use_layerwise=False).parked
+    assert choose(rest=128, company=Company(6, 0, 6, ahead_s=0.018), use_layerwise=False).mode is Mode.BULK
+
+
 def test_what_the_coming_forward_loads_already_counts():
     assert choose(rest=2048, company=Company(1, 4 * BYTES, 0)).mode is not Mode.LAYERWISE
     assert choose(rest=2048, company=Company(1, 4 * BYTES, 4 * 2048)).mode is Mode.LAYERWISE
@@ -120,6 +127,7 @@ def test_a_short_hit_is_not_parked_for_nothing():
     told_ahead=st.integers(0, 3),
     others_bytes=st.just(0) | st.integers(0, 1 << 34),
     others_tokens=st.integers(0, 8192),
+    ahead_s=st.just(0.0) | st.floats(0, 0.1),
 )
 def test_nobody_waits_longer_than_allowed_and_no_answer_comes_later_than_without_a_load(
     tokens,
@@ -134,21 +142,23 @@ def test_nobody_waits_longer_than_allowed_and_no_answer_comes_later_than_without
     told_ahead,
     others_bytes,
     others_tokens,
+    ahead_s,
 ):
     costs, nbytes = Estimate(link, token_s, forward_s), tokens * token_bytes
     rules = {"use_layerwise": layerwise, "window": window, "told_ahead": told_ahead}
-    company = Company(running, others_bytes, others_tokens)
+    company = Company(running, others_bytes, others_tokens, ahead_s)
     decision = choose(tokens, nbytes=nbytes, rest=rest, company=company, estimate=costs, **rules)
     if decision.mode is Mode.RECOMPUTE:
         return
     transfer_s, rest_s = costs.transfer_s(others_bytes + nbytes), costs.compute_s(others_tokens + rest)
     if running and decision.mode is Mode.LAYERWISE:
-        assert transfer_s - rest_s <= RULES.exposed_s + 1e-9
+        assert transfer_s - ahead_s - rest_s <= RULES.exposed_s + 1e-9
     if running and decision.mode is Mode.BULK:
-        assert transfer_s <= RULES.exposed_s + 1e-9
+        assert transfer_s - ahead_s <= RULES.exposed_s + 1e-9
     if decision.mode is Mode.BACKGROUND_LAYERWISE:
         later_s = rest_s + told_ahead * forward_s + RULES.exposed_s
         assert 0 < decision.hidden_bytes <= min(nbytes, later_s * link - others_bytes + 1)
-    best_s = max(transfer_s, told_ahead * forward_s * decision.parked + costs.compute_s(rest))
-    alone_s = max(costs.transfer_s(others_bytes), costs.compute_s(others_tokens + tokens + rest))
+    before_s = told_ahead * forward_s if decision.parked else ahead_s
+    best_s = max(transfer_s, before_s + costs.compute_s(rest))
+    alone_s = max(costs.transfer_s(others_bytes), ahead_s + costs.compute_s(others_tokens + tokens + rest))
     assert best_s <= alone_s or tokens < RULES.threshold

@@ -55,11 +55,12 @@ class Hit(msgspec.Struct, frozen=True):
 
 class Company(msgspec.Struct, frozen=True):
     """Who shares the coming forward: running requests; bytes that it loads and tokens that it computes for others,
-    those of the running ones included."""
+    those of the running ones included; seconds until it can begin, while loads move already."""
 
     running: int = 0
     nbytes: int = 0
     tokens: int = 0
+    ahead_s: float = 0.0
 
 
 ALONE = Company()
@@ -112,7 +113,8 @@ def decide(hit: Hit, rules: Rules, company: Company = ALONE, estimate: Estimate 
     if estimate is None or not rules.threshold:
         return decision
     loading = _answer_s(hit, decision, rules, company, estimate)
-    computing = max(estimate.transfer_s(company.nbytes), estimate.compute_s(company.tokens + hit.tokens + hit.rest))
+    alone_s = company.ahead_s + estimate.compute_s(company.tokens + hit.tokens + hit.rest)
+    computing = max(estimate.transfer_s(company.nbytes), alone_s)
     if loading > computing:
         reason = f"computing all of it takes {_ms(computing)}, with a load ({decision.mode}) {_ms(loading)}"
         return Decision(Mode.RECOMPUTE, 0, reason)
@@ -134,7 +136,7 @@ def _loaded(hit: Hit, rules: Rules, company: Company, estimate: Estimate | None)
         return Decision(Mode.BACKGROUND, window, f"{company.running} others are running and costs are not known yet")
     transfer_s = estimate.transfer_s(company.nbytes + hit.nbytes)
     hidden_s = estimate.compute_s(company.tokens + hit.rest) if mode is Mode.LAYERWISE else 0.0
-    exposed_s = max(0.0, transfer_s - hidden_s)
+    exposed_s = max(0.0, transfer_s - company.ahead_s - hidden_s)
     sees = f"{company.running} others running would wait {_ms(exposed_s)} of {_ms(rules.exposed_s)} allowed"
     if exposed_s <= rules.exposed_s:
         return Decision(mode, window, f"{why}; {sees}")
@@ -153,10 +155,10 @@ def _answer_s(hit: Hit, decision: Decision, rules: Rules, company: Company, esti
     """
     transfer_s = estimate.transfer_s(company.nbytes + hit.nbytes)
     rest_s = estimate.compute_s(hit.rest if decision.parked else company.tokens + hit.rest)
-    parked_s = rules.told_ahead * estimate.forward_s if decision.parked else 0.0
+    before_s = rules.told_ahead * estimate.forward_s if decision.parked else company.ahead_s
     if decision.mode in (Mode.LAYERWISE, Mode.BACKGROUND_LAYERWISE):
-        return max(transfer_s, parked_s + rest_s)
-    return parked_s + transfer_s + rest_s
+        return max(transfer_s, before_s + rest_s)
+    return (before_s + transfer_s if decision.parked else max(before_s, transfer_s)) + rest_s
 
 
 def _ms(seconds: float) -> str:

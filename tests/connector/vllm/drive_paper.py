@@ -145,17 +145,26 @@ class Rank:
 
 
 class Forwards:
-    """A model runner of several ranks. positions: whether it keeps requests' positions, as vLLM's second one does."""
+    """A model runner of several ranks. positions: whether it keeps requests' positions, as vLLM's second one does.
+
+    apart, shared: loads of which it was said that no forward under way uses their blocks, and the others; wrong: those
+    of which it was said wrongly.
+    """
 
     def __init__(self, draw, positions, faults, ranks):
         self.positions, self.requests = positions, {}
         self.ranks = [Rank(number, draw, faults) for number in range(ranks)]
+        self.apart = self.shared = self.wrong = 0
         self.together = KVOutputAggregator(ranks)
 
-    def run(self, output):
-        """The step's tokens, and what the connector's workers report."""
+    def run(self, output, flying):
+        """The step's tokens, and what the connector's workers report. flying: blocks of those under way."""
         self._take(output)
         metadata = output.kv_connector_metadata
+        for load in (*metadata.orders.loads, *metadata.orders.background) if metadata.orders else ():
+            self.apart += metadata.apart
+            self.shared += not metadata.apart
+            self.wrong += metadata.apart and not load.blocks.isdisjoint(flying)
         for rank in self.ranks:
             rank.begin(metadata.orders, metadata.lost_blocks)
         sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
@@ -249,13 +258,15 @@ class Paper:
 
     def step(self):
         output = self.scheduler.schedule()
-        self.flying.append((output, *self.forwards.run(output)))
+        done = self.forwards.run(output, set().union(*(blocks for *_, blocks in self.flying)))
+        used = {block for name in output.num_scheduled_tokens for block in self.forwards.requests[name].blocks}
+        self.flying.append((output, *done, used))
         self.preempted += len(output.preempted_req_ids or ())
         while len(self.flying) >= self.depth:
             self.settle()
 
     def settle(self):
-        output, sampled, reported = self.flying.pop(0)
+        output, sampled, reported, _ = self.flying.pop(0)
         names = list(output.num_scheduled_tokens)
         self.failed += bool(reported.invalid_block_ids)
         made = made_of(names, sampled, reported)
@@ -308,6 +319,9 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         "joined": paper.forwards.ranks[0].joined,
         "failed": paper.failed,
         "preempted": paper.preempted,
+        "apart": paper.forwards.apart,
+        "shared": paper.forwards.shared,
+        "wrongly": paper.forwards.wrong,
     }
 
 
@@ -327,7 +341,7 @@ def main(folder, count, first=""):
         runs = [schedule(engine, number) for number in numbers]
     bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
-    for what in ("loads", "joined", "failed", "preempted"):
+    for what in ("loads", "joined", "failed", "preempted", "apart", "shared", "wrongly"):
         facts[what] = sum(run[what] for run in runs)
     facts["steps_in_flight"] = sorted({run["depth"] for run in runs})
     tell(facts)

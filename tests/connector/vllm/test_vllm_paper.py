@@ -30,6 +30,12 @@ def test_the_schedules_did_meet_what_they_are_for(facts):
     assert facts["preempted"] > facts["failed"]
 
 
+def test_what_is_said_to_be_apart_fills_no_block_that_a_forward_under_way_uses(facts):
+    assert facts["wrongly"] == 0
+    assert facts["apart"] > SCHEDULES
+    assert facts["shared"] > SCHEDULES // 10
+
+
 def test_all_blocks_are_free_in_the_end(facts):
     assert facts["free"] == [facts["blocks"]]
 

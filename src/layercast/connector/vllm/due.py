@@ -27,6 +27,7 @@ class Due:
         self.lost_blocks: set[int] = set()
         self.lost_requests: set[str] = set()
         self.misled: set[str] = set()
+        self.apart = False
 
     @property
     def empty(self) -> bool:
@@ -55,7 +56,8 @@ class Due:
             joins=tuple(self.joins),
             tier=() if loads_alone else tuple(self.tier),
         )
-        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
+        lost_blocks, lost_requests = frozenset(self.lost_blocks), frozenset(self.lost_requests)
+        return Orders(orders, lost_blocks, lost_requests, tuple(sorted(self.misled)), apart=self.apart)
 
 
 def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:

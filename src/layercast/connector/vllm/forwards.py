@@ -11,7 +11,7 @@ from layercast.connector.vllm.tracked import Tracked
 from layercast.connector.vllm.versions import Tables
 from layercast.control.rates import Rates
 from layercast.flow.orders import LoadOrder
-from layercast.plan.policy import Company
+from layercast.plan.policy import Company, Estimate
 
 
 class Forwards:
@@ -51,10 +51,16 @@ class Forwards:
         readers, misled = self._readers
         return readers.get(request, ()) if self.reading or misled else ()
 
-    def company(self, request: str, alive: Collection[str]) -> Company:
-        """Who shares the coming forward with a request that is about to be admitted."""
-        running = sum(name in alive and name != request for name in self._running)
-        return Company(running, self._nbytes, self._tokens + running)
+    def company(self, request: str, alive: Collection[str], costs: Estimate | None) -> Company:
+        """Who shares the coming forward with a request that is about to be admitted, and when it can begin.
+
+        costs: where its loads move while others are under way.
+        """
+        running, ahead_s = sum(name in alive and name != request for name in self._running), 0.0
+        if costs is not None and self._under_way:
+            since_s = max(self._under_way[0][0], self._last_end_s)
+            ahead_s = sum(costs.compute_s(tokens) for _, tokens in self._under_way) - (time.monotonic() - since_s)
+        return Company(running, self._nbytes, self._tokens + running, max(0.0, ahead_s))
 
     def admitted(self, nbytes: int, tokens: int) -> None:
         """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""

@@ -12,14 +12,19 @@ from itertools import chain
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from layercast.connector.vllm.freed import Freed
 from layercast.flow.orders import BlockPairs
 
 
 class Holds:
-    """References on one engine's block pool. reused: called with the id of an order whose blocks may have changed."""
+    """References on one engine's block pool. reused: called with the id of an order whose blocks may have changed.
 
-    def __init__(self, pool: BlockPool, reused: Callable[[str], None]) -> None:
+    steps: as in `Freed`.
+    """
+
+    def __init__(self, pool: BlockPool, reused: Callable[[str], None], steps: int) -> None:
         self._pool = pool
+        self.freed = Freed(pool, steps)
         self._reused = reused
         self._can_watch = hasattr(pool, "unpin_blocks")
         self._held: dict[str, list[KVCacheBlock]] = {}
@@ -51,6 +56,7 @@ class Holds:
 
     def relinquish(self) -> None:
         """The engine is idle: hold nothing. Older block pools can't tell what is reused, so there we go on holding."""
+        self.freed.relinquish()
         if self._can_watch:
             for order, blocks in self._held.items():
                 self._watch(order, blocks)

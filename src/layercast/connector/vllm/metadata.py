@@ -25,7 +25,7 @@ class Orders(KVConnectorMetadata):
 
     lost_blocks, lost_requests: promised to a forward, or to a waiting request, and gone before they could be leased.
     misled: requests that read the lost blocks in this forward. early: whether loads may begin before vLLM prepares the
-    step's inputs, as nothing that it does then touches their blocks.
+    step's inputs, as nothing that it does then touches their blocks. apart: nor does any forward under way.
     """
 
     orders: StepOrders | None = None
@@ -33,6 +33,7 @@ class Orders(KVConnectorMetadata):
     lost_requests: frozenset[str] = frozenset()
     misled: tuple[str, ...] = ()
     early: bool = False
+    apart: bool = False
 
 
 NOTHING = Orders()

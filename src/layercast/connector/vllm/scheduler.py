@@ -28,7 +28,7 @@ from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.saves import Saves
 from layercast.connector.vllm.stats import Stats
-from layercast.connector.vllm.tracked import Tracked, wishes_of
+from layercast.connector.vllm.tracked import Tracked, first_sight
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, digested, drops_last_block, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
@@ -93,16 +93,16 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
-        self._holds = Holds(gpu_block_pool, self._reused)
+        self._holds = Holds(gpu_block_pool, self._reused, self._forwards.depth)
         if not self._background:
             recovery.install()
+
+    def _reused(self, order: str) -> None:
+        self._side.doom(order)
 
     @cached_property
     def _spare_last(self) -> bool:
         return drops_last_block(self._vllm_config.speculative_config)
-
-    def _reused(self, order: str) -> None:
-        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
@@ -133,13 +133,15 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
+        drafts = self._vllm_config.speculative_config  # their forwards are waited for
+        costs = None if drafts else self._side.chooser.rates.estimate
         known.match = match = self._side.match(
             known.tokens,
             known.extras,
             num_computed_tokens,
             request.request_id,
             self._spare_last,
-            self._forwards.company(request.request_id, self.tracked),
+            self._forwards.company(request.request_id, self.tracked, costs),
             self._forwards.most_tokens,
             known.match,
         )
@@ -213,6 +215,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if scheduled and self._forwards.coming:
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
+        self._due.apart = self._holds.freed.step(self._due.loads + self._due.background)
         self._loads_are_known(scheduler_output)
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
@@ -265,6 +268,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.pop(request.request_id, None)
         if known is None:
             return False, None
+        self._holds.freed.rest(reversed(block_ids[0]))
         self._saves.forget(request.request_id)
         failed = known in self._forwards.failed
         self._forwards.failed.discard(known)
@@ -381,19 +385,15 @@ class SchedulerHooks(KVConnectorBase_V1):
             self.side.close(CLOSE_S)
 
     def _track(self, request: Request) -> Tracked:
-        if (known := self.tracked.get(request.request_id)) is None:
-            wishes, stated, problem = wishes_of(request)
-            role = self._kv_transfer_config
-            load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
-            salted = bool(wishes.salt or request.cache_salt)
-            known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
-            known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
+        known = self.tracked.get(request.request_id)
+        if known is None:
+            known, salt = first_sight(request, self._kv_transfer_config)
             known.digested = digested(self._vllm_config, self._kv_cache_config)
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known
             try:
-                known.extras = extras_of(request, self._adapters, self._saves.grain, wishes.salt)
+                known.extras = extras_of(request, self._adapters, self._saves.grain, salt)
             except NotCacheable:
                 known.load = known.save = False
                 known.miss = MissReason.NOT_CACHEABLE

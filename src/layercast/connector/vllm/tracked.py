@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import msgspec
+from vllm.config import KVTransferConfig
 from vllm.v1.request import Request
 
 from layercast.control.names import Digested
@@ -150,6 +151,16 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NOTHING_ASKED = Wishes()
+
+
+def first_sight(request: Request, role: KVTransferConfig) -> tuple[Tracked, str]:
+    """A request that is new, as its wishes and the engine's role have it, and the salt that it wishes."""
+    wishes, stated, problem = wishes_of(request)
+    load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
+    salted = bool(wishes.salt or request.cache_salt)
+    known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
+    known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
+    return known, wishes.salt
 
 
 def wishes_of(request: Request) -> tuple[Wishes, bool, str]:

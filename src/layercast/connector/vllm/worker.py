@@ -94,7 +94,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Begin a step's loads as early as may be: they gain what vLLM takes to prepare the forward's inputs."""
         if isinstance(kv_connector_metadata, Orders) and kv_connector_metadata.early and self._step is None:
             assert kv_connector_metadata.orders is not None
-            self._begin(kv_connector_metadata.orders)
+            self._begin(kv_connector_metadata.orders, kv_connector_metadata.apart)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. One whose forward reads loads waits for `start_load_kv`, which comes before that forward."""
@@ -208,8 +208,9 @@ class WorkerHooks(KVConnectorBase_V1):
         assert self._step is not None
         return self._step
 
-    def _begin(self, orders: StepOrders) -> None:
-        self._step = self._worker.begin(orders, after=(self._worker.mover.mark(),))
+    def _begin(self, orders: StepOrders, apart: bool = False) -> None:
+        """apart: whether its loads fill blocks that nothing of the engine's uses which has been queued so far."""
+        self._step = self._worker.begin(orders, after=() if apart else (self._worker.mover.mark(),))
         self._failed = set()
         if not TELLS_FAILED_REQUESTS:
             self._awaited.update((load.request, load.blocks) for load in orders.background)
