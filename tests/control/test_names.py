@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.control import names
-from layercast.control.names import Names, presence
+from layercast.control.names import Digested, Names, presence
 from layercast.errors import NotCacheable
 from layercast.spec.groups import GroupKind, GroupSpec
 from layercast.spec.identities import identities_of
-from layercast.spec.keys import Extra, ExtraKind, block_keys
+from layercast.spec.keys import Extra, ExtraKind, block_keys, extras_for, keys_of, token_bytes
 from layercast.testing.oracle import ByteEngine
 
 SPECS = (
@@ -32,6 +32,52 @@ def test_what_was_said_before_has_the_name_that_hashing_gives(asked):
         (chain,) = naming.of(str(nth), tokens, len(tokens), extras)
         chain.upto(min(at_first, len(chain)))
         assert list(chain) == block_keys(IDENTITIES[0], tokens, extras)
+
+
+def digested(tokens, size):
+    """The tokens with digests as an engine makes them: another for each prefix, of all that it has by now."""
+    return Digested(
+        tokens, [repr(tokens[: end + size]).encode() for end in range(0, len(tokens) - size + 1, size)], size
+    )
+
+
+asked = st.tuples(prompts, st.sampled_from(["plain", "salted", "digested", "digested finer"]), st.integers(0, 25))
+
+
+@given(st.lists(st.one_of(asked, st.just("renew")), max_size=10), st.integers(8, 40))
+def test_what_digests_find_has_the_name_that_hashing_gives(steps, most):
+    """In groups whose blocks are as large as what has a digest, larger, or not told by digests at all."""
+    sizes, naming = [spec.block_size for spec in SPECS], Names(SPECS, IDENTITIES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(names, "MOST_SAID", most)
+        for nth, step in enumerate(steps):
+            if step == "renew":
+                naming.renew()
+                continue
+            tokens, how, at_first = step
+            told = digested(tokens, 1 if "finer" in how else 2) if "digested" in how else tokens
+            extras = SALT if how == "salted" else None
+            chains = naming.of(str(nth), told, len(tokens), extras)
+            for chain, identity, size in zip(chains, naming._identities, sizes, strict=True):
+                chain.upto(min(at_first, len(chain)))
+                assert list(chain) == keys_of(
+                    identity.digest(), token_bytes(tokens[: len(chain) * size]), size, extras_for(extras, 2, size)
+                )
+
+
+def test_no_token_is_looked_at_where_digests_tell_all_of_it(monkeypatch):
+    naming, told = Names(SPECS, IDENTITIES), digested(PROMPT, 2)
+    first = [list(chain) for chain in naming.of("first", told, 40)]
+    monkeypatch.setattr(names, "token_bytes", None)
+    assert [list(chain) for chain in naming.of("again", told, 40)] == first
+
+
+@pytest.mark.parametrize(("size", "digests"), [(3, 13), (2, 19)], ids=["of other blocks", "too few"])
+def test_digests_that_do_not_tell_every_block_are_not_asked(size, digests):
+    naming = Names(SPECS[:1], IDENTITIES[:1])
+    for tokens in (PROMPT, PROMPT[::-1]):
+        (chain,) = naming.of(None, Digested(tokens, [b"the same"] * digests, size), 40)
+        assert list(chain) == block_keys(IDENTITIES[0], tokens)
 
 
 def test_no_prompt_is_hashed_twice(monkeypatch):
@@ -81,6 +127,16 @@ def test_a_look_up_hashes_one_key_behind_what_was_remembered_and_is_there():
     (chain,) = names.of(None, PROMPT, 40)
     assert chain.until(set(told.known).__contains__) == 10
     assert len(chain.known) == 11
+
+
+@given(prompts, st.lists(st.integers(0, 19)), st.lists(st.integers(0, 19)), st.integers(0, 40))
+def test_what_is_coming_is_the_same_where_it_is_known_what_is_there(tokens, stored, saving, local):
+    """Also where blocks in the middle are gone, of either group, and with any number of tokens in the engine."""
+    chains = Names(SPECS, IDENTITIES).of(None, tokens, len(tokens))
+    now, soon = ([{chain[i] for i in some if i < len(chain)} for chain in chains] for some in (stored, stored + saving))
+    there = presence(SPECS, chains, [one.__contains__ for one in now], local)
+    has = [one.__contains__ for one in soon]
+    assert presence(SPECS, chains, has, local, there) == presence(SPECS, chains, has, local)
 
 
 def test_what_cant_be_named_is_an_error_when_it_is_asked_for():

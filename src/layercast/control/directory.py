@@ -11,7 +11,6 @@ from enum import StrEnum
 from functools import partial
 from itertools import count
 from math import inf
-from typing import cast
 
 import msgspec
 
@@ -216,15 +215,15 @@ class Directory:
 
     def _pinned(self, request: str, wanted: Sequence[Keys], deadline: float) -> Lease:
         groups = list(self._by_group(wanted))
-        found = [tuple(map(shelf.stored.get, keys)) for shelf, keys in groups]
-        if any(None in slots for slots in found):
+        try:
+            slots = [tuple(map(shelf.stored.__getitem__, keys)) for shelf, keys in groups]
+        except KeyError:
             absences = Counter(why for shelf, keys in groups for key in keys if (why := shelf.absence(key)) is not None)
             self._misses.update(absences)
             raise Missing(
                 f"{request}: {absences.total()} of {sum(map(len, wanted))} blocks are not in the pool "
                 f"({_listed(absences)}); recompute them"
-            )
-        slots = cast(list[tuple[int, ...]], found)
+            ) from None
         for (shelf, keys), there in zip(groups, slots, strict=True):
             shelf.pin(keys, there)
         return Lease(self._id("lease"), request, tuple(slots), deadline)

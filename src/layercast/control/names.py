@@ -20,13 +20,40 @@ RENEWED = " renewed "
 GROWTH = 4
 """Where key by key is looked up, how many times as many are hashed each time."""
 LEAST_SAID, MOST_SAID = 4, 1 << 17
-"""Blocks of a run that is remembered, and of all that are: some 20 MiB where a block has 16 tokens."""
+"""Blocks of a run that is remembered, and of all that are: some 30 MiB where a block has 16 tokens."""
+
+
+class Digested(Sequence[int]):
+    """Token ids with digests of their prefixes: what was named before is found by these, and no id is looked at.
+
+    digests: of the tokens up to each multiple of `size`: equal only where all of these are. They grow with the tokens.
+    """
+
+    __slots__ = ("_tokens", "digests", "size")
+
+    def __init__(self, tokens: Sequence[int], digests: Sequence[bytes], size: int) -> None:
+        self._tokens, self.digests, self.size = tokens, digests, size
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._tokens[index]
+
+    def tell(self, blocks: int, size: int) -> bool:
+        """Whether there is a digest at the end of each of so many blocks of `size` tokens."""
+        return size % self.size == 0 and len(self.digests) * self.size >= blocks * size
 
 
 class _Run(NamedTuple):
-    """Keys of neighbours, and what is said of them: the bytes of their tokens."""
+    """Keys of neighbours, and what is said of them: the bytes of their tokens, and digests where there are any."""
 
     ids: bytes
+    digests: Sequence[bytes]
     keys: list[bytes]
 
     def common(self, ids: bytes, width: int) -> int:
@@ -52,8 +79,6 @@ class Said:
 
     def add(self, parent: bytes, run: _Run) -> None:
         """Remember a run, and forget the ones unused for longest where that makes too many."""
-        if len(run.keys) < LEAST_SAID:
-            return
         self._blocks += len(run.keys)
         if (other := self._runs.pop(parent, None)) is not None:
             self._blocks -= len(other.keys)
@@ -73,7 +98,7 @@ class Chain(Sequence[bytes]):
     tokens: read when a key is asked for; what is there may not change, but there may be more. Raises NotCacheable then.
     """
 
-    __slots__ = ("_blocks", "_extras", "_root", "_said", "_size", "_tokens", "known")
+    __slots__ = ("_blocks", "_digests", "_extras", "_root", "_said", "_size", "_step", "_tokens", "known")
 
     def __init__(
         self,
@@ -88,6 +113,9 @@ class Chain(Sequence[bytes]):
         self.known = known
         self._root, self._tokens, self._blocks, self._size = root, tokens, end // size, size
         self._extras, self._said = extras, said
+        self._digests: Sequence[bytes] = ()
+        if isinstance(tokens, Digested) and tokens.tell(self._blocks, size):
+            self._digests, self._step = tokens.digests, size // tokens.size
 
     def __len__(self) -> int:
         return self._blocks
@@ -100,7 +128,7 @@ class Chain(Sequence[bytes]):
         at = range(self._blocks)[index]
         if isinstance(at, int):
             return self.upto(at + 1)[at]
-        known = self.upto(max(at, default=-1) + 1)
+        known = self.upto(1 + max(at[0], at[-1]) if at else 0)
         return known[: self._blocks][index]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -111,18 +139,25 @@ class Chain(Sequence[bytes]):
         known, size, extras = self.known, self._size, self._extras
         while (first := len(known)) < end:
             parent = known[-1] if known else self._root
-            if not extras and (before := self._said.get(parent)) is not None:
-                most = min(len(before.keys), self._blocks - first)
-                ids = token_bytes(self._tokens[first * size : (first + most) * size])
-                if same := before.common(ids, 4 * size):
-                    known += before.keys[:same]
-                    continue
+            before = None if extras else self._said.get(parent)
+            if before is not None and (same := self._same(before, first)):
+                known += before.keys[:same]
+                continue
             ids = token_bytes(self._tokens[first * size : end * size])
             fresh = keys_of(parent, ids, size, extras, first)
             known += fresh
-            if not extras:
-                self._said.add(parent, _Run(ids, fresh))
+            if not extras and len(fresh) >= LEAST_SAID:
+                told = self._digests and self._digests[(first + 1) * self._step - 1 : end * self._step : self._step]
+                self._said.add(parent, _Run(ids, told, fresh))
         return known
+
+    def _same(self, run: _Run, first: int) -> int:
+        """How many blocks of a run are ours from `first` on."""
+        most = min(len(run.keys), self._blocks - first)
+        if run.digests and self._digests:
+            ours, step = self._digests, self._step
+            return bisect_left(range(most), True, key=lambda at: run.digests[at] != ours[(first + at + 1) * step - 1])
+        return run.common(token_bytes(self._tokens[first * self._size : (first + most) * self._size]), 4 * self._size)
 
     def until(self, there: Callable[[bytes], bool], first: int = 0) -> int:
         """The index of the first key from `first` on that is not there. Hashes little more than it needs."""
@@ -195,16 +230,24 @@ class Names:
 
 
 def presence(
-    specs: Sequence[GroupSpec], chains: Sequence[Chain], has: Sequence[Callable[[bytes], bool]], local_tokens: int
+    specs: Sequence[GroupSpec],
+    chains: Sequence[Chain],
+    has: Sequence[Callable[[bytes], bool]],
+    local_tokens: int,
+    least: Sequence[Sequence[bool]] = (),
 ) -> list[list[bool]]:
     """Whether each block is there, by group, up to the first absent one that a prefix needs: behind it none is named.
 
-    has: for each group, whether a key is there. local_tokens: as in `usable_prefix`.
+    has: for each group, whether a key is there. local_tokens: as in `usable_prefix`. least: what is known to be there.
     """
     whole = [spec.kind not in BOUNDED for spec in specs]
+    firsts = [
+        max(local_tokens // spec.block_size, len(one))
+        for spec, one in zip(specs, least or [()] * len(specs), strict=True)
+    ]
     ends = [
-        spec.block_size * (chain.until(there, local_tokens // spec.block_size) if all_of_it else len(chain))
-        for spec, chain, there, all_of_it in zip(specs, chains, has, whole, strict=True)
+        spec.block_size * (chain.until(there, first) if all_of_it else len(chain))
+        for spec, chain, there, first, all_of_it in zip(specs, chains, has, firsts, whole, strict=True)
     ]
     counts = [min(ends) // spec.block_size for spec in specs]
     return [

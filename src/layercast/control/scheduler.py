@@ -191,8 +191,9 @@ class SchedulerSide:
             end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
-        usable = usable_of(there := self._there(keys, local_tokens))
-        soon = 0 if self.directory.quiet else usable_of(self._there(keys, local_tokens, coming=True)).tokens
+        usable, soon = usable_of(there := self._there(keys, local_tokens)), 0
+        if not self.directory.quiet and (coming := self._there(keys, local_tokens, there)) != there:
+            soon = usable_of(coming).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
         miss = None
@@ -377,6 +378,9 @@ class SchedulerSide:
         del self._loading[load.id]
         return True
 
-    def _there(self, chains: Sequence[Chain], local_tokens: int, coming: bool = False) -> list[list[bool]]:
-        has = [self.directory.has(group, coming) for group in range(len(chains))]
-        return presence(self.specs, chains, has, local_tokens)
+    def _there(
+        self, chains: Sequence[Chain], local_tokens: int, now: Sequence[Sequence[bool]] = ()
+    ) -> list[list[bool]]:
+        """What is there, or, if that is given, what will be once the saves under way have landed."""
+        has = [self.directory.has(group, coming=bool(now)) for group in range(len(chains))]
+        return presence(self.specs, chains, has, local_tokens, now)

@@ -4,6 +4,8 @@ import sys
 
 from lab import Engine, model, prompt, tell, without_checkpoints
 
+from layercast.spec.keys import block_keys
+
 RUNS = {
     "qwen3_moe": {},
     "gemma3": {},
@@ -12,6 +14,18 @@ RUNS = {
     "granite4h": {"enable_prefix_caching": True, "mamba_cache_mode": "align", "block_size": None},
     "deepseek_v3": {"block_size": None},
 }
+
+
+def named(engine, ids):
+    """(By group, whether vLLM's digests tell its blocks; whether what they find has the names that hashing gives.)"""
+    asked, match = [], engine.side.match
+    engine.side.match = lambda tokens, *rest: asked.append(tokens) or match(tokens, *rest)
+    engine.run(ids, tokens=1)
+    del engine.side.match
+    naming, (tokens, *_) = engine.side._names, asked
+    chains = naming.of(None, tokens, len(tokens))
+    hashed = [block_keys(identity, list(tokens)) for identity in naming._identities]
+    return [bool(chain._digests) for chain in chains], [list(chain) for chain in chains] == hashed
 
 
 def main(folder):
@@ -45,6 +59,7 @@ def main(folder):
             engine.forge(engine.slot(long, 3, group), group)
         run["forged"] = engine.run(long)
         run["drained"] = engine.drain()
+        run["digested"], run["named"] = named(engine, long)
         run["threads"] = engine.close()
         facts[name] = run
     tell(facts)

@@ -59,6 +59,12 @@ def test_loaded_blocks_hold_the_saved_bytes(facts, name):
     assert facts(name)["bytes"] > 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_digests_of_vllm_tell_every_block_of_every_group_and_find_its_name(facts, name):
+    assert facts(name)["digested"] == [True] * len(MODELS[name])
+    assert facts(name)["named"]
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_a_loaded_prefix_answers_as_a_computed_one(facts, name):
     run = facts(name)

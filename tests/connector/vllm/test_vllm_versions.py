@@ -94,3 +94,18 @@ def test_blocks_of_all_layers_are_claimed_only_where_an_older_version_grants_the
     spec = SimpleNamespace(indexes_kv_by_block_stride=stride)
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     assert versions.layout_in_force(SimpleNamespace(use_v2_model_runner=second), caches, wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "groups", "caches", "tokens"),
+    [
+        ("sha256", 1, {}, 16),
+        ("sha256_cbor", 2, {"hash_block_size": 8}, 8),
+        ("sha256", 2, {}, 0),
+        ("sha256", 2, {"hash_block_size": None}, 0),
+        ("xxhash", 1, {"hash_block_size": 16}, 0),
+    ],
+)
+def test_only_digests_that_nobody_can_make_alike_and_of_known_ends_are_relied_on(algorithm, groups, caches, tokens):
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, block_size=16))
+    assert versions.digested(config, SimpleNamespace(kv_cache_groups=[None] * groups, **caches)) == tokens

@@ -97,4 +97,4 @@ class Saves:
             return None
         known.saved = end
         tables = [table_to_save(spec, group, block_ids, snapshots) for group, spec in enumerate(self._side.specs)]
-        return self._side.save_order(request.request_id, request.all_token_ids, start, end, tables, known.extras)
+        return self._side.save_order(request.request_id, known.tokens, start, end, tables, known.extras)

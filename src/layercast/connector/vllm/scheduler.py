@@ -29,7 +29,7 @@ from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Report
 from layercast.connector.vllm.saves import Saves
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import Tracked, first_sight
-from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, drops_last_block, failed_requests
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, digested, drops_last_block, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, WorkerFacts
@@ -122,7 +122,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is not None and self.side.backing.there:
             known = self._track(request)
             if known.load and not request.skip_reading_prefix_cache:
-                self.side.seek(request.request_id, request.all_token_ids, known.extras)
+                self.side.seek(request.request_id, known.tokens, known.extras)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond those that vLLM holds, whether in the background); None: ask again."""
@@ -136,7 +136,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         at_once = versions.fill_at_once(self._vllm_config, self._side.specs)
         costs = self._side.chooser.rates.estimate if at_once else None
         known.match = match = self._side.match(
-            request.all_token_ids,
+            known.tokens,
             known.extras,
             num_computed_tokens,
             request.request_id,
@@ -387,6 +387,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         known = self.tracked.get(request.request_id)
         if known is None:
             known, salt = first_sight(request, self._kv_transfer_config)
+            known.digested = digested(self._vllm_config, self._kv_cache_config)
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known

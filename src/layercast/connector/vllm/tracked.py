@@ -13,6 +13,7 @@ import msgspec
 from vllm.config import KVTransferConfig
 from vllm.v1.request import Request
 
+from layercast.control.names import Digested
 from layercast.control.scheduler import Match
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome
 from layercast.observe.receipts import HOST, MissReason, Receipt
@@ -62,6 +63,14 @@ class Tracked:
     """What is wrong with its wishes."""
     salted: bool = False
     """Whether a salt, its own or vLLM's, keeps it apart from others."""
+    digested: int = 0
+    """Of how many tokens vLLM has one digest more; 0: none to rely on."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Its tokens, as far as they are known."""
+        ids = self.request.all_token_ids
+        return Digested(ids, self.request.block_hashes, self.digested) if self.digested else ids
 
     def may_wait(self, most_s: float) -> bool:
         """Whether it may be told to ask again, for so many seconds from the first time on."""
@@ -141,6 +150,9 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: str = ""
 
 
+NOTHING_ASKED = Wishes()
+
+
 def first_sight(request: Request, role: KVTransferConfig) -> tuple[Tracked, str]:
     """A request that is new, as its wishes and the engine's role have it, and the salt that it wishes."""
     wishes, stated, problem = wishes_of(request)
@@ -153,12 +165,13 @@ def first_sight(request: Request, role: KVTransferConfig) -> tuple[Tracked, str]
 
 def wishes_of(request: Request) -> tuple[Wishes, bool, str]:
     """(its wishes, whether it has stated any, why they can't be read: then it neither saves nor loads)."""
-    params = request.kv_transfer_params or {}
+    if not (params := request.kv_transfer_params):
+        return NOTHING_ASKED, False, ""
     stated = params.get(KEY)
     if stated is None:
         meant = get_close_matches(KEY, [key for key in params if isinstance(key, str)], n=1, cutoff=NEAR)
         if not meant:
-            return Wishes(), False, ""
+            return NOTHING_ASKED, False, ""
         return Wishes(save=False, load=False), True, f"{meant[0]!r} is unknown: write {KEY!r}"
     try:
         return msgspec.convert(stated, Wishes), True, ""

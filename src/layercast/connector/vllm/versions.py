@@ -78,6 +78,14 @@ def drops_last_block(drafts: SpeculativeConfig | None) -> bool:
     return bool(drafts.use_eagle_block_drop() if hasattr(drafts, "use_eagle_block_drop") else drafts.use_eagle())
 
 
+def digested(config: VllmConfig, caches: KVCacheConfig) -> int:
+    """Of how many tokens `Request.block_hashes` has one more; 0: not known, or two may have the same one."""
+    if config.cache_config.prefix_caching_hash_algo not in ("sha256", "sha256_cbor"):
+        return 0
+    one = config.cache_config.block_size if len(caches.kv_cache_groups) == 1 else 0
+    return getattr(caches, "hash_block_size", None) or one
+
+
 def failed_requests(output: KVConnectorOutput) -> Iterable[str]:
     """Requests whose background loads have failed on some rank, in versions that tell."""
     found: Iterable[str] = getattr(output, "failed_recving", None) or ()
