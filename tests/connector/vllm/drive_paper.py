@@ -45,14 +45,14 @@ def ids_of(number):
     return [*prompt(number % 2, 70 + 40 * (number % 3)), *prompt(100 + number, 20)]
 
 
-def answer_to(ids, tokens):
+def answer_to(ids, tokens, stops=()):
     value, out = 0, []
     for token in ids:
         value = digest(value, token)
     for _ in range(tokens):
         out.append(token_after(value))
         value = digest(value, out[-1])
-        if out[-1] in STOPS:
+        if out[-1] in stops:
             break
     return out
 
@@ -317,7 +317,7 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         steps += 1
         paper.step()
     said = {name: paper.said.get(name, []) for name in asked}
-    right = {name: answer_to(ids_of(which), TOKENS) for name, which in asked.items()}
+    right = {name: answer_to(ids_of(which), TOKENS, STOPS) for name, which in asked.items()}
     side, holds, f = paper.connector.side, paper.connector._holds, paper.connector._forwards
     return {
         "number": number,

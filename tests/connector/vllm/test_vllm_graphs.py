@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from layercast.flow.orders import BlockPairs, LoadOrder, StepOrders, StepReport
+from layercast.spec.groups import GroupKind, GroupSpec
 
 pytestmark = [
     pytest.mark.vllm,
@@ -20,9 +21,10 @@ class Recording:
     """Stands where the worker does and writes down what is begun and waited for."""
 
     def __init__(self):
-        self.calls, self.mover = [], SimpleNamespace(mark=lambda: None)
+        self.calls, self.mover = [], SimpleNamespace(mark=lambda: "all that is queued")
 
     def begin(self, orders, after):
+        self.after = after
         self.calls.append("begin")
         return SimpleNamespace(wait=self.calls.append, number=orders.step, add=lambda orders: None)
 
@@ -37,6 +39,12 @@ def hooks():
             self._step, self._failed_blocks, self._awaited = None, set(), {}
             self._worker, self._stats = Recording(), Stats()
             self._layers, self._unheard = {f"layers.{n}": n for n in range(LAYERS)}, set()
+            self._vllm_config = SimpleNamespace(speculative_config=None)
+            self.group(GroupKind.FULL)
+
+        def group(self, kind):
+            spec = GroupSpec("g", kind, 16, tuple(range(LAYERS)), 64 if kind is GroupKind.WINDOW else None)
+            self._handshake = SimpleNamespace(facts=SimpleNamespace(specs=(spec,)))
 
     Hooks.__abstractmethods__ = frozenset()
     return Hooks()
@@ -73,6 +81,24 @@ def test_a_step_begun_early_is_not_begun_again_and_its_forward_waits_as_ever(hoo
     mode = CUDAGraphMode.FULL if full else CUDAGraphMode.NONE
     hooks.start_load_kv(SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=mode))
     assert hooks._worker.calls == ["begin", *(range(LAYERS) if full and what == "loads" else ())]
+
+
+def test_loads_wait_for_no_forward_where_none_uses_their_blocks_any_more(hooks):
+    """What leaves a window is free while a forward still reads it, and so may be what a draft writes."""
+    queued = ("all that is queued",)
+    for kind, drafts, after in (
+        (GroupKind.FULL, None, ()),
+        (GroupKind.LATENT, None, ()),
+        (GroupKind.WINDOW, None, queued),
+        (GroupKind.FULL, "mtp", queued),
+    ):
+        hooks.group(kind)
+        hooks._vllm_config.speculative_config, hooks._step = drafts, None
+        hooks.handle_preemptions(orders_with("loads", early=True))
+        assert hooks._worker.after == after
+    hooks._step = None
+    hooks.bind_connector_metadata(orders_with("background"))
+    assert hooks._worker.after == queued
 
 
 def test_only_what_says_so_is_begun_early(hooks):

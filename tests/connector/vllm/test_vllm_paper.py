@@ -27,7 +27,7 @@ def test_the_schedules_did_meet_what_they_are_for(facts):
     assert facts["loads"] > 2 * SCHEDULES
     assert facts["joined"] > SCHEDULES // 2
     assert facts["failed"] > SCHEDULES
-    assert facts["preempted"] > facts["failed"]
+    assert facts["preempted"] > 2 * SCHEDULES
 
 
 def test_no_load_fills_a_block_that_a_forward_under_way_uses(facts):
