@@ -96,11 +96,6 @@ class Device:
             mover.prefer(only(way))
         return mover
 
-    def whole_mover(self) -> CudaMover | None:
-        """A mover that hands long pieces over in one copy each; None without numba."""
-        issue = _compiled(self.driver, ENDLESS)
-        return None if issue is None else CudaMover(self.driver, None, issue)
-
     @property
     def ways(self) -> tuple[Way, ...]:
         """The ways that copies can go here."""
@@ -126,6 +121,14 @@ class Ground:
     def mover(self, way: Way | None = None, *, plain: bool = False) -> CudaMover:
         """As `Device.mover`; one that knows this slab, as an engine's does."""
         mover = self.device.mover(way, plain=plain)
+        mover.follow(self.pinning)
+        return mover
+
+    def whole_mover(self) -> CudaMover | None:
+        """A mover that hands long pieces over in one copy each; None without numba."""
+        if (issue := _compiled(self.device.driver, ENDLESS)) is None:
+            return None
+        mover = CudaMover(self.device.driver, None, issue)
         mover.follow(self.pinning)
         return mover
 
