@@ -7,8 +7,7 @@ Usage: FOLDER SCHEDULES [calm]; calm: no load fails, nobody is aborted, and ther
 import random
 import sys
 
-import msgspec
-from drive_paper import BLOCK, CHUNK, LENGTH, LIMIT, Forwards, Paper, Rank, answer_to, digest, token_after
+from drive_paper import BLOCK, CHUNK, LENGTH, LIMIT, Forwards, Paper, answer_to, digest, token_after
 from lab import Engine, model, prompt, tell
 from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,7 +16,6 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.connector.vllm import saves
-from layercast.flow.orders import SaveOutcome
 
 DRAFTS, RIGHT = 3, 0.6
 """Most drafts of a request in a step, and how often one is right."""
@@ -25,35 +23,11 @@ LENGTHS, ANSWERS = (5, 31, 32, 33, 64, 90, 130, 170), (1, 1, 2, 12, 40, 70)
 WISHES = (None, None, None, None, {"save": False}, {"load": False}, {"salt": "x"})
 
 
-class LateRank(Rank):
-    """Copies what it saves some steps behind the order, and tells of it later still."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.saving, self.saved = [], []
-
-    def end(self, orders):
-        ready = [save for save in self.saving if self.draw.random() < 0.5]
-        self.saving = [save for save in self.saving if save not in ready] + list(orders.saves if orders else ())
-        for save in ready:
-            for pair in save.pairs:
-                for slot, block in zip(pair.slots, pair.blocks, strict=True):
-                    self.slots[slot] = [self.kv.get((block, at), 1) for at in range(BLOCK)]
-            self.saved.append(SaveOutcome(save.id, save.request, True, 1, 4, 0))
-        super().end(orders and msgspec.structs.replace(orders, saves=()))
-
-    def saves_ended(self, orders):
-        """Those that were copied since."""
-        told, self.saved = self.saved, []
-        return told
-
-
 class Drafting(Forwards):
     """A runner that makes drafts, of which some are wrong, and verifies them in the next step."""
 
     def __init__(self, draw, positions, faults, ranks):
         super().__init__(draw, positions, faults, ranks)
-        self.ranks = [LateRank(number, draw, faults) for number in range(ranks)]
         self.draw, self.verified = draw, [0, 0]
 
     def run(self, output, *under_way):

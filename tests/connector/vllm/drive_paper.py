@@ -1,5 +1,5 @@
 """vLLM's schedulers over forwards on paper: loads that fail inside them, before or after they were said to have come,
-on any rank, with steps in flight, preemptions and aborts.
+on any rank, with steps in flight, preemptions, resets and aborts, and saves whose copies end steps behind the order.
 
 A token's KV is a digest of the KV before it and of the token; the next token is a digest of the last KV. So a byte that
 was never loaded shows in what is delivered. Usage: FOLDER SCHEDULES [FIRST]; from a FIRST on they are squeezed: vLLM
@@ -9,6 +9,7 @@ finds nothing in its own cache, the slab is small, and running requests are pree
 import random
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import msgspec
@@ -66,6 +67,8 @@ class Rank:
         """said: loads that were said to have come while they were landing, and the ends of those that have failed."""
         self.later, self.late, self.loads, self.joined = [], [], 0, 0
         """Ends that are told a step later, and loads whose failure is: it was in a layer of a draft."""
+        self.saving, self.saved = [], []
+        """Saves that are still to be copied, and the ends of those that were since the last report."""
 
     def begin(self, orders, lost):
         """Take a step's orders; what its forward reads has landed, for better or worse."""
@@ -89,11 +92,14 @@ class Rank:
         self.coming += orders.background
 
     def end(self, orders):
-        """Save, and let what comes in the background come, or be said to."""
-        for save in orders.saves if orders else ():
+        """Copy what was to be saved some steps ago, and let what comes in the background come, or be said to."""
+        ready = [save for save in self.saving if self.draw.random() < 0.5]
+        self.saving = [save for save in self.saving if save not in ready] + list(orders.saves if orders else ())
+        for save in ready:
             for pair in save.pairs:
                 for slot, block in zip(pair.slots, pair.blocks, strict=True):
                     self.slots[slot] = [self.kv.get((block, at), 1) for at in range(BLOCK)]
+            self.saved.append(SaveOutcome(save.id, save.request, True, 1, 4, 0))
         for load in [load for load, end in self.said.items() if end is None and self.draw.random() < 0.3]:
             if (end := self._land(load)).end is LoadEnd.LANDED:
                 self.ends.append(end)
@@ -111,14 +117,10 @@ class Rank:
                 self.come_to_nothing.add(load.request)
                 self.lost |= set() if TELLS_FAILED_REQUESTS else load.blocks
 
-    def saves_ended(self, orders):
-        """Outcomes of saves: each ends in its step."""
-        return [SaveOutcome(save.id, save.request, True, 1, 4, 0) for save in (orders.saves if orders else ())]
-
     def told(self, metadata):
         """What the worker's side of the connector says of the step."""
         orders, gone = metadata.orders, metadata.lost_requests
-        saves = self.saves_ended(orders)
+        saves, self.saved = self.saved, []
         told = StepReport(orders.step if orders else -1, tuple(self.failed), tuple(self.ends), tuple(saves))
         more = {"failed_recving": self.come_to_nothing | gone} if TELLS_FAILED_REQUESTS else {}
         return KVConnectorOutput(
@@ -155,22 +157,25 @@ class Rank:
 class Forwards:
     """A model runner of several ranks. positions: whether it keeps requests' positions, as vLLM's second one does.
 
-    beside: loads that came while a forward was under way; used: those that fill blocks which it uses.
+    beside: loads that came while a forward was under way; used: those that fill blocks which it uses; spoiled: which
+    the copy of a save that is to be published still reads.
     """
 
     def __init__(self, draw, positions, faults, ranks):
         self.positions, self.requests = positions, {}
         self.ranks = [Rank(number, draw, faults) for number in range(ranks)]
-        self.beside = self.used = 0
+        self.beside = self.used = self.spoiled = 0
         self.together = KVOutputAggregator(ranks)
 
-    def run(self, output, flying):
-        """The step's tokens, and what the connector's workers report. flying: blocks of those under way."""
+    def run(self, output, flying, saving):
+        """The step's tokens, and what the connector's workers report. flying, saving: blocks of forwards under way, and
+        of saves."""
         self._take(output)
         metadata = output.kv_connector_metadata
         for load in (*metadata.orders.loads, *metadata.orders.background) if metadata.orders else ():
             self.beside += bool(flying)
             self.used += not load.blocks.isdisjoint(flying)
+            self.spoiled += not load.blocks.isdisjoint(saving)
         for rank in self.ranks:
             rank.begin(metadata.orders, metadata.lost_blocks)
         sampled = [self._compute(name, tokens) for name, tokens in output.num_scheduled_tokens.items()]
@@ -265,9 +270,17 @@ class Paper:
             self.scheduler._preempt_request(victim, time.monotonic())
             self.scheduler.prev_step_scheduled_req_ids.discard(victim.request_id)
 
+    def reset(self, connector):
+        """Empty vLLM's cache while requests run, or fail to: what is in flight keeps its blocks. Those start again."""
+        with suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
+
     def step(self):
-        output = self.scheduler.schedule()
-        done = self.forwards.run(output, set().union(*(blocks for *_, blocks in self.flying)))
+        output, side = self.scheduler.schedule(), self.connector.side
+        late = {save.id: save for rank in self.forwards.ranks for save in rank.saving}.values()
+        saving = [pair.blocks for save in late if not side._saving[save.id].doomed for pair in save.pairs]
+        flying = [blocks for *_, blocks in self.flying]
+        done = self.forwards.run(output, set().union(*flying), set().union(*saving))
         used = {block for name in output.num_scheduled_tokens for block in self.forwards.requests[name].blocks}
         self.flying.append((output, *done, used))
         self.preempted += len(output.preempted_req_ids or ())
@@ -308,6 +321,8 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
             victims = alive if draw.random() < 0.3 else [draw.choice(alive)]
             scheduler.finish_requests(victims, RequestStatus.FINISHED_ABORTED)
             aborted.update(victims)
+        if draw.random() < 0.02:
+            paper.reset(connector=draw.random() < 0.3)
         if squeezed is not None:
             paper.squeeze(squeezed)
         paper.step()
@@ -336,6 +351,7 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
         "preempted": paper.preempted,
         "beside": paper.forwards.beside,
         "used": paper.forwards.used,
+        "spoiled": paper.forwards.spoiled,
     }
 
 
@@ -355,7 +371,7 @@ def main(folder, count, first=""):
         runs = [schedule(engine, number) for number in numbers]
     bad = [run for run in runs if run["wrong"] or run["left"] != [True, 0, 0, 0, 0, 0, 0]]
     facts = {"bad": bad, "runs": len(runs), "blocks": engine.blocks, "free": sorted({run["free"] for run in runs})}
-    for what in ("loads", "joined", "failed", "preempted", "beside", "used"):
+    for what in ("loads", "joined", "failed", "preempted", "beside", "used", "spoiled"):
         facts[what] = sum(run[what] for run in runs)
     facts["steps_in_flight"] = sorted({run["depth"] for run in runs})
     tell(facts)

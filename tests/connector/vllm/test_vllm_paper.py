@@ -17,7 +17,8 @@ def facts(drive):
 
 
 def test_no_token_comes_of_bytes_that_were_not_loaded_whatever_is_in_flight(facts):
-    """Steps in flight, runners that keep positions themselves, ranks, preemptions, aborts; 0 wrong tokens, no leak."""
+    """Steps in flight, runners that keep positions themselves, ranks, preemptions, resets, aborts, late saves; 0 wrong
+    tokens, no leak."""
     assert facts["bad"] == []
     assert facts["runs"] == SCHEDULES
 
@@ -34,6 +35,11 @@ def test_no_load_fills_a_block_that_a_forward_under_way_uses(facts):
     """vLLM gives it out only once that forward has ended, or loads could not begin before."""
     assert facts["used"] == 0
     assert facts["beside"] > SCHEDULES
+
+
+def test_no_load_fills_a_block_that_a_save_still_reads_unless_that_save_is_not_published(facts):
+    """Loads wait for no forward, and copies of saves may end steps behind theirs."""
+    assert facts["spoiled"] == 0
 
 
 def test_all_blocks_are_free_in_the_end(facts):
@@ -68,3 +74,4 @@ def test_a_request_that_is_preempted_behind_a_forward_that_read_a_failed_load_sa
     facts = drive("paper", "110", "1100")
     assert facts["bad"] == []
     assert facts["preempted"] > facts["loads"] > 110
+    assert facts["used"] == facts["spoiled"] == 0
