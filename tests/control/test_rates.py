@@ -124,6 +124,15 @@ def test_more_tokens_never_take_less_time_nor_any_of_them_more(forwards, small_s
     assert all(later <= before * (1 + 1e-9) for before, later in pairwise(each))
 
 
+def test_a_short_forward_that_was_slower_than_all_larger_ones_makes_no_forward_seem_slow(rates):
+    """It was the first of its size: what is believed of it would hide any load behind any forward."""
+    rates.loaded(1 << 30, 0.05)
+    for tokens, seconds in [(LARGE, 5.0)] + [(2048, 0.05)] * 3:
+        rates.computed(tokens, seconds)
+    assert rates.estimate.compute_s(LARGE) == rates.estimate.compute_s(2048) == pytest.approx(0.05)
+    assert decide(HIT, RULES, Company(1, 1 << 30), rates.estimate).parked
+
+
 def test_where_no_small_forward_was_seen_a_large_one_is_all_tokens(rates):
     rates.loaded(1, 1.0)
     rates.computed(100, 0.2)

@@ -57,8 +57,8 @@ class Rates:
     @property
     def estimate(self) -> Estimate | None:
         """The link at its best in the last loads, as one that queued behind others tells less; the least of the small
-        forwards; the median cost of a token in the largest ones, beyond that; the median of the least large ones.
-        None: not known yet.
+        forwards; the median cost of a token in the largest ones, beyond that; the median of the least large ones,
+        which takes no longer than that of all. None: not known yet.
 
         A forward that takes less than twice the least of the small ones may have waited for its launches all the time:
         it tells no more than that a token costs at most all of it.
@@ -69,10 +69,11 @@ class Rates:
         if self._known is None or self._known.forward_s != least_s:
             ordered = sorted(self._large)
             least, most = ordered[0][0], ordered[-SEVERAL:][0][0]
-            short = [seconds for tokens, seconds in ordered if tokens <= 2 * least]
+            short = median(seconds for tokens, seconds in ordered if tokens <= 2 * least)
             largest = [(tokens, seconds) for tokens, seconds in self._large if 2 * tokens >= most]
             costs = [(seconds - least_s * (seconds > 2 * least_s)) / tokens for tokens, seconds in largest]
-            self._known = Estimate(max(self._links), median(costs), least_s, (least, median(short)))
+            short = min(short, median(seconds for _, seconds in ordered))  # one alone may have been compiled
+            self._known = Estimate(max(self._links), median(costs), least_s, (least, short))
         return self._known
 
 
