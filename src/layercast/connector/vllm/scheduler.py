@@ -146,7 +146,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             known.match,
         )
         rising = self._side.rising(request.request_id, bool(match.coming))
-        coming = match.coming or self._comes_for_another(match)
+        coming = match.coming or self._comes_for_another(known, match)
         if (coming or rising) and known.may_wait(self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S):
             return None, False
         known.miss = match.miss
@@ -155,10 +155,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         tokens = max(0, match.tokens - num_computed_tokens)
         return tokens, match.decision.parked and tokens > 0
 
-    def _comes_for_another(self, match: Match) -> bool:
-        """Whether most of it is being loaded already, and vLLM's own cache will have it."""
-        shared = self._vllm_config.cache_config.enable_prefix_caching
-        return shared and any(other.brings(match) for other in self.tracked.values())
+    def _comes_for_another(self, known: Tracked, match: Match) -> bool:
+        """Whether most of what it would load is being loaded already, and vLLM's own cache will have it."""
+        shared = bool(match.tokens) and self._vllm_config.cache_config.enable_prefix_caching
+        return shared and any(other is not known and other.brings(match) for other in self.tracked.values())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Keep the promise: lease the match's blocks and order their load."""

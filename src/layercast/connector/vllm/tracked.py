@@ -79,14 +79,17 @@ class Tracked:
         return now < self.asked_s + most_s
 
     def brings(self, wanted: Match) -> bool:
-        """Whether its load is under way in the background, and has most of what another would load.
+        """Whether its load is under way in the background, and has most of what another would load, but not much more.
 
         That one finds it in vLLM's own cache then: sooner than by a load that queues behind this one, and in the same
-        blocks. Whatever it asks for, the middle one of its blocks tells, as keys name all that is before them.
+        blocks. What it lacks before these would keep it from finding any. Whatever it asks for, the middle one of its
+        blocks tells, as keys name all that is before them.
         """
         if self.loading is None or not self.parked or self.match is None:
             return False
         mine, asked = self.match.needed[0], wanted.needed[0]
+        if mine.start > asked.start or len(mine) > 2 * len(asked):
+            return False
         middle = asked.start + len(asked) // 2
         return middle in mine and middle in asked and self.match.keys[0][middle] == wanted.keys[0][middle]
 
