@@ -40,6 +40,7 @@ def hooks():
             self._worker, self._stats = Recording(), Stats()
             self._layers, self._unheard = {f"layers.{n}": n for n in range(LAYERS)}, set()
             self._vllm_config = SimpleNamespace(speculative_config=None)
+            self._kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
             self.group(GroupKind.FULL)
 
         def group(self, kind):
@@ -101,6 +102,19 @@ def test_loads_wait_for_no_forward_where_none_uses_their_blocks_any_more(hooks):
     assert hooks._worker.after == queued
 
 
+def test_loads_wait_for_forwards_where_vllm_takes_the_engine_for_a_producer_as_it_frees_blocks_at_once_there(
+    hooks, monkeypatch
+):
+    """Inside MultiConnector it goes by that one's role, whatever ours is."""
+    from layercast.connector.vllm import worker
+
+    outer = SimpleNamespace(_kv_transfer_config=SimpleNamespace(is_kv_consumer=False))
+    monkeypatch.setattr(worker, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(worker, "get_kv_transfer_group", lambda: outer)
+    hooks.handle_preemptions(orders_with("loads", early=True))
+    assert hooks._worker.after == ("all that is queued",)
+
+
 def test_only_what_says_so_is_begun_early(hooks):
     hooks.handle_preemptions(orders_with("loads"))
     assert hooks._worker.calls == []
@@ -130,7 +144,7 @@ def test_a_step_is_begun_by_the_schedulers_side_only_where_the_worker_in_its_pro
             self._kv_transfer_config, self._due = SimpleNamespace(engine_id="ours"), Due()
             self._due.loads.append(LOAD)
 
-    hooks._kv_transfer_config = SimpleNamespace(engine_id="ours" if same else "theirs")
+    hooks._kv_transfer_config = SimpleNamespace(engine_id="ours" if same else "theirs", is_kv_consumer=True)
     monkeypatch.setattr(Scheduler, "__abstractmethods__", frozenset())
     monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: hooks)

@@ -133,7 +133,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
-        at_once = versions.fill_at_once(self._vllm_config, self._side.specs)
+        at_once = versions.fill_at_once(self._vllm_config, self._side.specs, self._kv_transfer_config)
         costs = self._side.chooser.rates.estimate if at_once else None
         known.match = match = self._side.match(
             known.tokens,

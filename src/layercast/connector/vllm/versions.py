@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import utils
@@ -97,13 +97,14 @@ def writes_blocks(output: SchedulerOutput) -> bool:
     return bool(getattr(output, "new_block_ids_to_zero", None) or getattr(output, "kv_cache_block_copies", None))
 
 
-def fill_at_once(config: VllmConfig, specs: Sequence[GroupSpec]) -> bool:
+def fill_at_once(config: VllmConfig, specs: Sequence[GroupSpec], role: KVTransferConfig) -> bool:
     """Whether loads may fill their blocks while forwards are under way, as none of these uses them any more.
 
-    What leaves a window is free sooner, and a draft may run on when vLLM knows its forward's tokens.
+    What leaves a window is free sooner, and a draft may run on when vLLM knows its forward's tokens. role: that of the
+    connector which vLLM has made itself; it keeps what it frees from consumers alone.
     """
     whole = all(spec.kind in (GroupKind.FULL, GroupKind.LATENT) for spec in specs)
-    return DEFERS_FREES and whole and config.speculative_config is None
+    return DEFERS_FREES and role.is_kv_consumer and whole and config.speculative_config is None
 
 
 def forward_waits(output: SchedulerOutput) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionBackend
@@ -96,7 +97,9 @@ class WorkerHooks(KVConnectorBase_V1):
         no forward under way uses their blocks, what is left of these."""
         if isinstance(kv_connector_metadata, Orders) and kv_connector_metadata.early and self._step is None:
             assert kv_connector_metadata.orders is not None
-            at_once = fill_at_once(self._vllm_config, self._handshake.facts.specs)
+            outermost = get_kv_transfer_group() if has_kv_transfer_group() else self
+            specs, role = self._handshake.facts.specs, outermost._kv_transfer_config
+            at_once = fill_at_once(self._vllm_config, specs, role)
             self._begin(kv_connector_metadata.orders, () if at_once else (self._worker.mover.mark(),))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
