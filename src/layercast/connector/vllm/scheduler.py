@@ -145,15 +145,14 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._forwards.most_tokens,
             known.match,
         )
-        rising = self._side.rising(request.request_id, bool(match.coming))
-        coming = match.coming or self._comes_for_another(match)
+        rising, tokens = self._side.rising(request.request_id, bool(match.coming)), match.tokens - num_computed_tokens
+        coming = match.coming or (tokens > 0 and self._comes_for_another(match))
         if (coming or rising) and known.may_wait(self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S):
             return None, False
         known.miss = match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
-        tokens = max(0, match.tokens - num_computed_tokens)
-        return tokens, match.decision.parked and tokens > 0
+        return max(0, tokens), match.decision.parked and tokens > 0
 
     def _comes_for_another(self, match: Match) -> bool:
         """Whether most of it is being loaded already, and vLLM's own cache will have it."""
