@@ -1,5 +1,6 @@
 """Whom a request waits for whose blocks are being loaded for another already, from values in vLLM's shapes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from layercast.config import Config
+from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.scheduler import SchedulerHooks
 from layercast.connector.vllm.tracked import Tracked
 from layercast.control.scheduler import Match
@@ -34,11 +37,31 @@ def loading(name, match):
     return known
 
 
-def waits(asking, match, *others, shared=True):
-    """Whether a request that is asked about waits for what is being loaded for others."""
-    cache = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=shared))
-    hooks = SimpleNamespace(_vllm_config=cache, tracked={str(at): one for at, one in enumerate((*others, asking))})
-    return SchedulerHooks._comes_for_another(hooks, asking, match)
+def waits(known, match, *others, shared=True):
+    """Whether a request for which this is found is told to ask again, beside those for which something is loaded."""
+    name, params = known.request.request_id, SimpleNamespace(enable_prefix_caching=shared)
+    known.request.skip_reading_prefix_cache, known.request.block_hashes = False, ()
+    known.request.all_token_ids = ()
+    side = SimpleNamespace(
+        specs=(),
+        match=lambda *_: match,
+        rising=lambda *_: False,
+        backing=SimpleNamespace(fetched=lambda _: False),
+        chooser=SimpleNamespace(rates=SimpleNamespace(estimate=None)),
+    )
+    hooks = SimpleNamespace(
+        side=side,
+        _side=side,
+        config=Config(),
+        tracked={name: known} | {other.request.request_id: other for other in others},
+        _track=lambda _: known,
+        _spare_last=False,
+        _vllm_config=SimpleNamespace(cache_config=params, speculative_config=None),
+        _kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        _forwards=Forwards(64, 1),
+    )
+    hooks._comes_for_another = partial(SchedulerHooks._comes_for_another, hooks)
+    return SchedulerHooks.get_num_new_matched_tokens(hooks, known.request, match.needed[0].start * BLOCK)[0] is None
 
 
 def asking(match):

@@ -145,19 +145,18 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._forwards.most_tokens,
             known.match,
         )
-        rising = self._side.rising(request.request_id, bool(match.coming))
-        coming = match.coming or self._comes_for_another(known, match)
+        rising, tokens = self._side.rising(request.request_id, bool(match.coming)), match.tokens - num_computed_tokens
+        coming = match.coming or (tokens > 0 and self._comes_for_another(known, match))
         if (coming or rising) and known.may_wait(self.config.layer_wait_ms / 1000 if rising else ASK_AGAIN_S):
             return None, False
         known.miss = match.miss
         if self._side.backing.fetched(request.request_id):
             known.tier = DISK
-        tokens = max(0, match.tokens - num_computed_tokens)
-        return tokens, match.decision.parked and tokens > 0
+        return max(0, tokens), match.decision.parked and tokens > 0
 
     def _comes_for_another(self, known: Tracked, match: Match) -> bool:
         """Whether most of what it would load is being loaded already, and vLLM's own cache will have it."""
-        shared = bool(match.tokens) and self._vllm_config.cache_config.enable_prefix_caching
+        shared = self._vllm_config.cache_config.enable_prefix_caching
         return shared and any(other is not known and other.brings(match) for other in self.tracked.values())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
