@@ -2,10 +2,10 @@
 
 import pytest
 
-SCHEDULES = 60
+SCHEDULES = 40
 
 
-@pytest.fixture(scope="module", params=["calm", ""])
+@pytest.fixture(scope="module", params=["calm", pytest.param("", marks=pytest.mark.slow)])
 def facts(drive, request):
     return drive("drafts", str(SCHEDULES), *request.param.split())
 

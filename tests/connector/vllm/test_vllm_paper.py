@@ -8,7 +8,7 @@ from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.tracked import Tracked
 from layercast.flow.orders import LoadOrder
 
-SCHEDULES = 300
+SCHEDULES = 150
 
 
 @pytest.fixture(scope="module")
