@@ -69,6 +69,7 @@ def test_a_load_that_was_said_to_have_come_is_left_behind_once():
     assert forwards.left_behind("r") == []
 
 
+@pytest.mark.slow
 def test_a_request_that_is_preempted_behind_a_forward_that_read_a_failed_load_says_nothing_of_that_forward(drive):
     """vLLM hears of such a load with that forward's outcome, and then looks at requests that run alone."""
     facts = drive("paper", "110", "1100")
