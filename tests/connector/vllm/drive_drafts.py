@@ -66,19 +66,6 @@ class Drafting(Forwards):
             drafts.append(row)
         return DraftTokenIds(names, drafts)
 
-    def _put(self, request, token):
-        """Compute one more token."""
-        at = request.computed
-        before = self._read((request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK)) if at else 0
-        for rank in self.ranks:
-            rank.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, token)
-        request.computed += 1
-
-    def _next(self, request):
-        """The token behind the last one computed."""
-        at = request.computed - 1
-        return token_after(self._read((request.blocks[at // BLOCK], at % BLOCK)))
-
 
 class Drafts(Paper):
     """A scheduler of such forwards. One with steps in flight leaves the drafts to them."""

@@ -211,16 +211,25 @@ class Forwards:
 
     def _compute(self, name, tokens):
         request = self.requests[name]
-        for at in range(request.computed, request.computed + tokens):
-            before = self._read((request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK)) if at else 0
-            for rank in self.ranks:
-                rank.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, request.tokens[at])
-        request.computed += tokens
+        for _ in range(tokens):
+            self._put(request, request.tokens[request.computed])
         if request.computed < len(request.tokens):
             return []
-        at = request.computed - 1
-        request.tokens.append(token_after(self._read((request.blocks[at // BLOCK], at % BLOCK))))
+        request.tokens.append(self._next(request))
         return [request.tokens[-1]]
+
+    def _put(self, request, token):
+        """Compute one more token."""
+        at = request.computed
+        before = self._read((request.blocks[(at - 1) // BLOCK], (at - 1) % BLOCK)) if at else 0
+        for rank in self.ranks:
+            rank.kv[request.blocks[at // BLOCK], at % BLOCK] = digest(before, token)
+        request.computed += 1
+
+    def _next(self, request):
+        """The token behind the last one computed."""
+        at = request.computed - 1
+        return token_after(self._read((request.blocks[at // BLOCK], at % BLOCK)))
 
 
 def made_of(names, sampled, reported):

@@ -97,12 +97,12 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not self._background:
             recovery.install()
 
-    def _reused(self, order: str) -> None:
-        self._side.doom(order)
-
     @cached_property
     def _spare_last(self) -> bool:
         return drops_last_block(self._vllm_config.speculative_config)
+
+    def _reused(self, order: str) -> None:
+        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
