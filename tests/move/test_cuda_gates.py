@@ -159,8 +159,9 @@ def test_flags_are_set_by_the_device_or_by_the_last_flight(device, mover, batch)
     gate.arm({0: 2, 1: 1})
     flags = [gate._flags[layer] for layer in range(2)]
     assert flags == [0, 0]
-    (copied,) = mover.submit_all([batch], flags=[gate.flag(1)])
-    copied.wait(SOON_S)
+    mover.submit_all([batch], flags=[gate.flag(1)])
+    (behind,) = mover.submit_all([batch], behind=[gate.flag(1)])
+    behind.wait(SOON_S)
     assert gate._flags.tolist() == [0, 1]
     for arrival in arrivals:
         gate.open(0, arrival)

@@ -2,8 +2,11 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,18 +32,61 @@ def models(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="session")
-def drive(models):
-    """Run a script to its end; what it says. `drive("saves", "plain")` runs drive_saves.py on the models' folder."""
+class Forks:
+    """A process that has vLLM imported and forks one for each drive; made when first asked."""
 
-    def run(script, *arguments, hash_seed="random"):
-        command = [sys.executable, str(HERE / f"drive_{script}.py"), str(models), *arguments]
-        environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=FIRST_USE_S, check=False, env=environment
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    def __init__(self, folder):
+        self._folder, self._process = folder, None
+
+    def run(self, command):
+        """Run a drive to its end: its exit code, and what it printed there and as errors."""
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+            self._process = subprocess.Popen([sys.executable, str(HERE / "forks.py")], **pipes)
+        files = [self._folder / name for name in ("printed", "errors")]
+        for file in files:
+            file.write_text("")
+        script, *arguments = command
+        print(json.dumps([script, arguments, *map(str, files)]), file=self._process.stdin, flush=True)
+        ended, _, _ = select.select([self._process.stdout], [], [], FIRST_USE_S)
+        line = self._process.stdout.readline() if ended else ""
+        if not line:
+            self.close()
+        return line.strip(), *(file.read_text() for file in files)
+
+    def close(self):
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with self._process:
+                self._process = None
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def drive(models, forks):
+    """Run a script to its end; what it says. `drive("saves", "plain")` runs drive_saves.py on the models' folder.
+
+    hash_seed: of a process that is started for this drive alone.
+    """
+
+    def run(script, *arguments, hash_seed=None):
+        command = [str(HERE / f"drive_{script}.py"), str(models), *arguments]
+        if hash_seed is None:
+            code, printed, errors = forks.run(command)
+        else:
+            environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+            told = {"capture_output": True, "text": True, "timeout": FIRST_USE_S, "check": False, "env": environment}
+            done = subprocess.run([sys.executable, *command], **told)
+            code, printed, errors = str(done.returncode), done.stdout, done.stderr
+        lines = [line for line in printed.splitlines() if line.startswith("FACTS ")]
+        assert code == "0", f"exit {code or 'past its time'}\n" + printed[-2000:] + errors[-4000:]
         assert len(lines) == 1
         return json.loads(lines[0].removeprefix("FACTS "))
 

@@ -180,7 +180,7 @@ def refusal(connector, **changes):
 def main(folder):
     register()
     register()
-    llm = engine(tiny_llama(folder))
+    llm = engine(tiny_llama(f"{folder}/wide_llama"))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     hooks, connector = get_kv_transfer_group(), scheduler.connector
     slab, watch, draw = hooks._worker.ways.slab, Watch(connector, hooks), random.Random(7)

@@ -23,6 +23,7 @@ os.environ.update(
 )
 sys.path.append(str(Path(__file__).parents[1]))
 
+import torch._dynamo
 import xxhash
 from tiny_models import DEEPSEEK, EXPERTS, GRANITE4, LOCAL_EXPERTS, seeded
 from vllm import LLM, SamplingParams
@@ -30,6 +31,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from layercast.move.paced import PacedMover
@@ -92,7 +94,14 @@ def register_overrides_once():
     CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(register))
 
 
+def without_compiling():
+    """A sampler's first log probability is not compiled, for seconds, nor a model looked at in a process of its own."""
+    torch._dynamo.config.disable = True
+    registry._run_in_subprocess = lambda look: look()
+
+
 register_overrides_once()
+without_compiling()
 
 
 def settings_of(pool=None, policy="recompute", role="kv_both"):

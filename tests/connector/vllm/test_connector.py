@@ -3,35 +3,19 @@
 The engine runs in a process of its own (vLLM keeps global state); each test looks at one of its runs.
 """
 
-import json
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here (make test installs a CPU build)"),
-]
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
-FIRST_USE_S = 240  # vLLM inspects an architecture once, in a process of its own, and keeps the result
+ROOT = Path(__file__).parents[3]
 LAYERS, BLOCK_BYTES = 4, 2 * 2 * 128 * 32 * 4 * 4  # K and V, heads, tokens, width, fp32, layers
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    command = [sys.executable, str(HERE / "drive_vllm.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_USE_S, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert len(lines) == 1
-    return json.loads(lines[0].removeprefix("FACTS "))
+def facts(drive):
+    return drive("vllm")
 
 
 def same(run, reference, at=0):
