@@ -42,7 +42,8 @@ class Forks:
         """Run a drive to its end: its exit code, and what it printed there and as errors."""
         if self._process is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-            self._process = subprocess.Popen([sys.executable, str(HERE / "forks.py")], **pipes)
+            environment = {**os.environ, "PYTHONHASHSEED": "1"}
+            self._process = subprocess.Popen([sys.executable, str(HERE / "forks.py")], env=environment, **pipes)
         files = [self._folder / name for name in ("printed", "errors")]
         for file in files:
             file.write_text("")

@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     OMP_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",  # n-grams are looked up with numba, which gives torch as many threads as itself
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
