@@ -129,6 +129,19 @@ def test_a_look_up_hashes_one_key_behind_what_was_remembered_and_is_there():
     assert len(chain.known) == 11
 
 
+def test_what_the_engine_holds_itself_is_found_in_what_was_remembered(monkeypatch):
+    """Another prompt was looked up in vain, and then named whole: its keys are remembered from the second one on."""
+    naming = Names(SPECS[:1], IDENTITIES[:1])
+    (told,) = naming.of(None, PROMPT[:34], 34)
+    assert told.until(lambda key: False) == 0
+    keys, hashed = list(told), []
+    monkeypatch.setattr(names, "keys_of", lambda parent, ids, *rest: hashed.append(ids) or keys_of(parent, ids, *rest))
+    (chain,) = naming.of(None, [*PROMPT[:32], *PROMPT], 72)
+    assert chain.until(keys[:16].__contains__, 16) == 16
+    assert chain.known[:16] == keys[:16]
+    assert sum(len(ids) for ids in hashed) == 2 * 4 * 2, "the first block and the one behind what is held"
+
+
 @given(prompts, st.lists(st.integers(0, 19)), st.lists(st.integers(0, 19)), st.integers(0, 40))
 def test_what_is_coming_is_the_same_where_it_is_known_what_is_there(tokens, stored, saving, local):
     """Also where blocks in the middle are gone, of either group, and with any number of tokens in the engine."""

@@ -160,13 +160,17 @@ class Chain(Sequence[bytes]):
         return run.common(token_bytes(self._tokens[first * self._size : (first + most) * self._size]), 4 * self._size)
 
     def until(self, there: Callable[[bytes], bool], first: int = 0) -> int:
-        """The index of the first key from `first` on that is not there. Hashes little more than it needs."""
-        at = start = first
+        """The index of the first key from `first` on that is not there. Hashes little more than it needs.
+
+        In growing goes also up to `first`: what was remembered begins where an earlier look-up ended one.
+        """
+        at = start = 0
         while at < self._blocks:
             end = min(self._blocks, at + max(1, (GROWTH - 1) * (at - start)))
             known = self.upto(end)
             if len(known) > end:  # that far it was remembered; what follows may be nobody's
                 start = len(known)
+            at = max(at, min(first, len(known)))
             at += len(list(takewhile(there, known[at:])))
             if at < len(known):
                 break
