@@ -142,6 +142,13 @@ def test_what_the_engine_holds_itself_is_found_in_what_was_remembered(monkeypatc
     assert sum(len(ids) for ids in hashed) == 2 * 4 * 2, "the first block and the one behind what is held"
 
 
+@pytest.mark.parametrize("held", [0, 1, 5, 16, 40])
+def test_of_a_prompt_that_nobody_has_named_one_key_is_hashed_behind_what_the_engine_holds(held):
+    (chain,) = Names(SPECS[:1], IDENTITIES[:1]).of(None, [*PROMPT, *PROMPT], 80)
+    assert chain.until(lambda key: False, held) == held
+    assert len(chain.known) == (held + 1 if held < len(chain) else 0)
+
+
 @given(prompts, st.lists(st.integers(0, 19)), st.lists(st.integers(0, 19)), st.integers(0, 40))
 def test_what_is_coming_is_the_same_where_it_is_known_what_is_there(tokens, stored, saving, local):
     """Also where blocks in the middle are gone, of either group, and with any number of tokens in the engine."""

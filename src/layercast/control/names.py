@@ -162,15 +162,20 @@ class Chain(Sequence[bytes]):
     def until(self, there: Callable[[bytes], bool], first: int = 0) -> int:
         """The index of the first key from `first` on that is not there. Hashes little more than it needs.
 
-        In growing goes also up to `first`: what was remembered begins where an earlier look-up ended one.
+        What comes before is named in goes as well: what was remembered begins where an earlier look-up ended one.
         """
-        at = start = 0
-        while at < self._blocks:
-            end = min(self._blocks, at + max(1, (GROWTH - 1) * (at - start)))
+        if first < self._blocks:
+            self._go_on(bool, len(self.known), first)
+        return self._go_on(there, first, self._blocks)
+
+    def _go_on(self, there: Callable[[bytes], bool], first: int, last: int) -> int:
+        """The index of the first key in [first, last) that is not there, or at least `last`, in ever larger goes."""
+        at = start = first
+        while at < last:
+            end = min(last, at + max(1, (GROWTH - 1) * (at - start)))
             known = self.upto(end)
             if len(known) > end:  # that far it was remembered; what follows may be nobody's
                 start = len(known)
-            at = max(at, min(first, len(known)))
             at += len(list(takewhile(there, known[at:])))
             if at < len(known):
                 break

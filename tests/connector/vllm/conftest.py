@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FIRST_USE_S = 400  # vLLM inspects an architecture once, in a process of its own, and keeps the result
+DRIVE_S = 400  # for a drive on a slow machine; the first one also waits for vLLM's imports
 
 
 def pytest_collection_modifyitems(items):
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in Path(item.fspath).parents:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(FIRST_USE_S + 20))
+            item.add_marker(pytest.mark.timeout(DRIVE_S + 20))
             if find_spec("vllm") is None:
                 item.add_marker(without)
 
@@ -42,14 +42,14 @@ class Forks:
         """Run a drive to its end: its exit code, and what it printed there and as errors."""
         if self._process is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-            environment = {**os.environ, "PYTHONHASHSEED": "1"}
+            environment = {**os.environ, "PYTHONHASHSEED": "random"}
             self._process = subprocess.Popen([sys.executable, str(HERE / "forks.py")], env=environment, **pipes)
         files = [self._folder / name for name in ("printed", "errors")]
         for file in files:
             file.write_text("")
         script, *arguments = command
         print(json.dumps([script, arguments, *map(str, files)]), file=self._process.stdin, flush=True)
-        ended, _, _ = select.select([self._process.stdout], [], [], FIRST_USE_S)
+        ended, _, _ = select.select([self._process.stdout], [], [], DRIVE_S)
         line = self._process.stdout.readline() if ended else ""
         if not line:
             self.close()
@@ -83,11 +83,13 @@ def drive(models, forks):
             code, printed, errors = forks.run(command)
         else:
             environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-            told = {"capture_output": True, "text": True, "timeout": FIRST_USE_S, "check": False, "env": environment}
+            told = {"capture_output": True, "text": True, "timeout": DRIVE_S, "check": False, "env": environment}
             done = subprocess.run([sys.executable, *command], **told)
             code, printed, errors = str(done.returncode), done.stdout, done.stderr
         lines = [line for line in printed.splitlines() if line.startswith("FACTS ")]
-        assert code == "0", f"exit {code or 'past its time'}\n" + printed[-2000:] + errors[-4000:]
+        assert code == "0", (
+            f"exit {code or 'unknown: past its time, or nobody forks any more'}\n" + printed[-2000:] + errors[-4000:]
+        )
         assert len(lines) == 1
         return json.loads(lines[0].removeprefix("FACTS "))
 

@@ -1,26 +1,17 @@
 """A real engine of vLLM on the CPU, driven through the connector in a process of its own; prints facts as JSON.
 
-Usage: python drive_vllm.py FOLDER      FOLDER takes the weights of a tiny seeded Llama.
+Usage: python drive_vllm.py FOLDER      FOLDER takes the weights of a seeded Llama, wider than lab's.
 """
 
 import copy
-import json
-import os
 import random
 import sys
 import threading
 from dataclasses import replace
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-
 import torch
 import xxhash
+from lab import tell
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -211,7 +202,7 @@ def main(folder):
     }
     llm.llm_engine.engine_core.shutdown()
     facts["threads"] = [thread.name for thread in threading.enumerate() if "layercast" in thread.name]
-    sys.stdout.write(f"FACTS {json.dumps(facts)}\n")
+    tell(facts)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ def main():
     for line in sys.stdin:
         drive = os.fork()
         if not drive:
-            return become(*json.loads(line))
+            become(*json.loads(line))
+            return
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(drive, 0)[1])}\n")
         sys.stdout.flush()
-    return None
 
 
 if __name__ == "__main__":

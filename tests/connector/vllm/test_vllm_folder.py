@@ -7,7 +7,7 @@ import pytest
 def shared(drive, tmp_path_factory):
     """A producer fills a folder (after the same prompts without a connector), then a consumer answers from it."""
     kv = str(tmp_path_factory.mktemp("kv"))
-    producer = drive("folder", "plain", kv)
+    producer = drive("folder", "plain", kv, hash_seed=1)
     return {"kv_producer": producer, "kv_consumer": drive("folder", "kv_consumer", kv, hash_seed=2)}
 
 
