@@ -1,7 +1,7 @@
 """Names of blocks, hashed late and once, against hashing all of them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layercast.control import names
@@ -140,6 +140,33 @@ def test_what_the_engine_holds_itself_is_found_in_what_was_remembered(monkeypatc
     assert chain.until(keys[:16].__contains__, 16) == 16
     assert chain.known[:16] == keys[:16]
     assert sum(len(ids) for ids in hashed) == 2 * 4 * 2, "the first block and the one behind what is held"
+
+
+def test_what_was_named_behind_an_earlier_prompt_is_found_again_from_the_first_block_on(monkeypatch):
+    """A chat goes on while the engine holds it, so its turns are remembered one by one; then nobody has it any more."""
+    naming, turns = Names(SPECS[:1], IDENTITIES[:1]), (20, 40, 60)
+    prompt = list(range(2 * turns[-1]))
+    for held, blocks in zip((0, *turns), turns, strict=False):
+        (chain,) = naming.of(None, prompt[: 2 * blocks], 2 * blocks)
+        chain.until(lambda key: False, held)
+        keys, hashed = list(chain), []
+    monkeypatch.setattr(names, "keys_of", lambda parent, ids, *rest: hashed.append(ids) or keys_of(parent, ids, *rest))
+    (chain,) = naming.of(None, prompt, len(prompt))
+    assert chain.until(lambda key: False) == 0
+    assert list(chain) == keys
+    assert sum(len(ids) for ids in hashed) == len(turns) * 4 * 2, "one block a turn"
+
+
+@given(
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.builds(slice, *[st.none() | st.integers(-15, 15)] * 2, st.none() | st.integers(-4, 4).filter(bool)),
+)
+@example(4, 2, slice(-3, 1))
+def test_a_part_of_a_chain_is_that_part_of_all_its_keys_however_many_are_hashed(blocks, known, part):
+    (chain,) = Names(SPECS[:1], IDENTITIES[:1]).of(None, PROMPT, 2 * blocks)
+    chain.upto(min(known, blocks))
+    assert chain[part] == block_keys(IDENTITIES[0], PROMPT[: 2 * blocks])[part]
 
 
 @pytest.mark.parametrize("held", [0, 1, 5, 16, 40])

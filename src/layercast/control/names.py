@@ -129,26 +129,28 @@ class Chain(Sequence[bytes]):
         if isinstance(at, int):
             return self.upto(at + 1)[at]
         known = self.upto(1 + max(at[0], at[-1]) if at else 0)
-        return known[: self._blocks][index]
+        return known[at.start : at.stop] if at.step == 1 else [known[i] for i in at]
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self[:])
 
     def upto(self, end: int) -> list[bytes]:
-        """`known`, with at least `end` keys."""
-        known, size, extras = self.known, self._size, self._extras
+        """`known`, with at least `end` keys. Behind what was remembered one is hashed, and then it is asked again."""
+        known, size, extras, last = self.known, self._size, self._extras, end
         while (first := len(known)) < end:
             parent = known[-1] if known else self._root
             before = None if extras else self._said.get(parent)
             if before is not None and (same := self._same(before, first)):
                 known += before.keys[:same]
+                last = len(known) + 1
                 continue
-            ids = token_bytes(self._tokens[first * size : end * size])
+            ids = token_bytes(self._tokens[first * size : last * size])
             fresh = keys_of(parent, ids, size, extras, first)
             known += fresh
             if not extras and len(fresh) >= LEAST_SAID:
-                told = self._digests and self._digests[(first + 1) * self._step - 1 : end * self._step : self._step]
+                told = self._digests and self._digests[(first + 1) * self._step - 1 : last * self._step : self._step]
                 self._said.add(parent, _Run(ids, told, fresh))
+            last = end
         return known
 
     def _same(self, run: _Run, first: int) -> int:
