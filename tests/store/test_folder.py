@@ -1,5 +1,7 @@
 """The store over a folder: the laws of every store, and what files, other processes and a disk may do to it."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -148,6 +150,53 @@ def test_what_a_living_writer_writes_is_left_alone(folder):
     os.close(file)
     FolderStore(folder, CAPACITY)
     assert not os.path.exists(name)
+
+
+@pytest.mark.parametrize("locked_first", [True, False], ids=["before its writer", "before its writer tries"])
+def test_a_store_that_starts_while_a_file_is_begun_costs_nobody_that_object(folder, monkeypatch, locked_first):
+    """It takes the file for one that a killed writer left, as that is not locked yet."""
+    store, lock, met = FolderStore(folder, CAPACITY), fcntl.flock, []
+
+    def flock(file, how):
+        if not met:
+            (left,) = folder.rglob(f"*{UNFINISHED}")
+            met.append(left)
+            if locked_first:
+                other = os.open(left, os.O_RDWR)
+                lock(other, how)
+                with pytest.raises(BlockingIOError):
+                    lock(file, how)
+                os.unlink(left)
+                os.close(other)
+                raise BlockingIOError
+            FolderStore(folder, CAPACITY)
+            assert not left.exists()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    put(store, 1)
+    assert met
+    assert get(store, 1) == content(1, 1024)
+
+
+@pytest.mark.parametrize("fails", ["write", "rename"])
+def test_a_disk_that_may_not_be_written_any_more_is_a_typed_failure_and_keeps_no_file_open(folder, monkeypatch, fails):
+    """As when the system finds it damaged and mounts it anew, for reading only: nothing can be removed then, either."""
+    store, files = FolderStore(folder, CAPACITY), len(os.listdir("/proc/self/fd"))
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as broken:
+        for call in (fails, "unlink"):
+            broken.setattr(os, call, refuse)
+        for _ in range(3):
+            with pytest.raises(FolderLost, match="Read-only"):
+                put(store, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert store._ledger.used == 0
+    put(FolderStore(folder, CAPACITY), 3, size=CAPACITY)
+    assert not list(folder.rglob(f"*{UNFINISHED}"))
 
 
 def test_a_folder_that_is_taken_away_is_absence_and_comes_back_with_the_next_write(folder):

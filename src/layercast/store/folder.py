@@ -136,9 +136,7 @@ class FolderStore(Store):
         finally:
             self._give_back(sum(map(len, objects)))
             for unfinished, file in written:
-                with suppress(FileNotFoundError):
-                    os.unlink(unfinished)
-                os.close(file)
+                _let_go_of(unfinished, file)
 
     def _give_back(self, size: int) -> None:
         """End the room of a batch, written or not."""
@@ -155,22 +153,34 @@ class FolderStore(Store):
 
     def _written(self, key: bytes, data: bytearray) -> tuple[str, int]:
         """A file with an object, not yet under its name, and its descriptor, whose lock says that a writer lives."""
-        final = self._file(key)
-        name = f"{final}.{secrets.token_hex(8)}{UNFINISHED}"
-        os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        name, file = self._begun(self._file(key))
         try:
-            with suppress(OSError):  # some shared folders know no locks: nothing is cleaned up there
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for part in (HEADER.pack(MAGIC, len(data), _digest(key, data)), data):
                 rest = memoryview(part)
                 while rest:
                     rest = rest[os.write(file, rest) :]
         except BaseException:
-            os.unlink(name)
-            os.close(file)
+            _let_go_of(name, file)
             raise
         return name, file
+
+    def _begun(self, final: str) -> tuple[str, int]:
+        """An empty unfinished file, locked. One that a store which starts just now takes for left behind is lost to it,
+        and another one is begun."""
+        os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
+        while True:
+            name = f"{final}.{secrets.token_hex(8)}{UNFINISHED}"
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = not os.path.exists(name)
+            except BlockingIOError:  # that store is about to remove it
+                taken = True
+            except OSError:  # some shared folders know no locks: nothing is cleaned up there
+                taken = False
+            if not taken:
+                return name, file
+            _let_go_of(name, file)
 
     def _load(self, key: bytes, size: int) -> bytes:
         """An object, checked. Raises Missing, or Corrupt having removed it, or FolderLost."""
@@ -253,7 +263,7 @@ def _key(name: str) -> bytes | None:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove an unfinished file unless its writer lives, and so holds its lock; one just begun may be lost to this.
+    """Remove an unfinished file unless its writer lives, and so holds its lock; one just begun is begun anew.
 
     Where only reading is allowed it stays.
     """
@@ -264,6 +274,15 @@ def _remove_if_left(path: str) -> None:
             os.unlink(path)
         finally:
             os.close(file)
+
+
+def _let_go_of(unfinished: str, file: int) -> None:
+    """Close a file and remove it, if it still has that name, as far as the disk lets us: the next store to start
+    removes what is left, and what has its final name by now is checked when it is read."""
+    with suppress(OSError):
+        os.close(file)
+    with suppress(OSError):
+        os.unlink(unfinished)
 
 
 def _typed(error: OSError, folder: Path) -> LayercastError:
