@@ -6,7 +6,7 @@ belongs to the scheduler's thread. Does not know tokens' names, bytes, nor how t
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from layercast.control.directory import Directory, Lease
 from layercast.errors import DeadlineExceeded, Full, Missing
 from layercast.flow.orders import KeyedSlots, TierOrder, TierOutcome
 from layercast.plan.prefix import lengthening
+from layercast.sidethread import SideThread
 from layercast.spec.groups import GroupSpec
 from layercast.store.base import Store
 
@@ -45,7 +46,7 @@ class Backing:
         self._stores = tuple(stores)
         self._specs = tuple(specs)
         self._least = least
-        self._looking = ThreadPoolExecutor(1, "layercast-look")
+        self._looking = SideThread("layercast-look")
         self._searches: dict[str, _Search] = {}
         self._fetches: dict[str, tuple[str, int]] = {}
         """Order, named after its reservation, to (request, ranks that have not ended it)."""
@@ -181,10 +182,10 @@ class Backing:
     def close(self, timeout_s: float) -> None:
         """End the thread; orders under way are the workers'. Raises DeadlineExceeded if a store does not answer."""
         self.retire()
-        self._looking.shutdown(wait=False)
+        self._looking.close()
         if self._last is not None and wait([self._last], timeout_s).not_done:
             raise DeadlineExceeded(f"the stores below have not answered within {timeout_s:g} s")
-        self._looking.shutdown()
+        self._looking.join()
 
     def _here(self, keys: Keys) -> list[list[bool]]:
         """Whether the slab has each key, or will have, by group."""

@@ -8,7 +8,7 @@ what a key means, nor which blocks are worth it.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 import xxhash
@@ -16,6 +16,7 @@ import xxhash
 from layercast.errors import Corrupt, DeadlineExceeded, LayercastError, Missing
 from layercast.flow.batches import SlabMemory
 from layercast.flow.orders import KeyedSlots, TierOrder, TierOutcome
+from layercast.sidethread import SideThread
 from layercast.store.base import Store
 
 _log = logging.getLogger("layercast")
@@ -40,14 +41,14 @@ class Tier:
         self._store = store
         self._lease_s = lease_s
         self._verify = verify
-        self._fetching = ThreadPoolExecutor(1, "layercast-fetch")
-        self._spilling = ThreadPoolExecutor(1, "layercast-spill")
+        self._fetching = SideThread("layercast-fetch")
+        self._spilling = SideThread("layercast-spill")
         self._jobs: list[tuple[TierOrder, Future[tuple[int, float]]]] = []
 
     def begin(self, order: TierOrder) -> None:
         """Start an order; its slots are its own until its outcome is taken."""
-        pool, job = (self._fetching, self._fetched) if order.fetch else (self._spilling, self._spilled)
-        self._jobs.append((order, pool.submit(self._timed, order, job)))
+        side, job = (self._fetching, self._fetched) if order.fetch else (self._spilling, self._spilled)
+        self._jobs.append((order, side.submit(self._timed, order, job)))
 
     def ended(self) -> tuple[TierOutcome, ...]:
         """What has ended since the last call."""
@@ -69,11 +70,11 @@ class Tier:
 
     def close(self, timeout_s: float) -> None:
         """End both threads; orders that have not begun never do. Raises DeadlineExceeded if one does not end."""
-        for pool in (self._fetching, self._spilling):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for side in (self._fetching, self._spilling):
+            side.close(drop=True)
         self.wait(timeout_s)
-        for pool in (self._fetching, self._spilling):
-            pool.shutdown()
+        for side in (self._fetching, self._spilling):
+            side.join()
         self._store.close()
 
     def _timed(self, order: TierOrder, job: Callable[[KeyedSlots], int]) -> tuple[int, float]:
