@@ -7,6 +7,7 @@ Each case is an engine in a process of its own (vllm_engine.py). Some are up at 
 compared in turn, and start together. The JSON is written after every phase of every case.
 
 same    tokens and KV bytes of layercast's hits against hits from GPU memory; a load that fails inside a forward
+sound   bytes of what Poisson arrivals have loaded and shared against what was computed alone
 hits    TTFT of prefix + new tokens: from the connector, and with the prefix in GPU memory (the floor: `recompute`'s)
 link    plain copies of 1 GiB between pinned memory and the GPU: the link's limit in this run
 hooks   the engine thread's time in layercast's hooks
@@ -29,6 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SHAPES = [(2048, 256), (8192, 512), (8192, 2048), (30000, 1024)]
 HOST_BYTES = 20 << 30
+ARRIVALS = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96}
 BLOCKS = 6200
 """Of 16 tokens: 99,200 tokens of GPU cache in every engine."""
 KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
@@ -172,6 +174,8 @@ def alone(engine, args, results):
         results.put("same", name, engine("same", prefix=2048, new=300, tokens=16, count=3))
         results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
         engine("troubles")  # that one was lost on purpose
+    if "sound" in phases and ours:
+        results.put("sound", name, engine("sound", seeds=[1, 2, 3], rate=25, **ARRIVALS))
     for shape in args.shapes if "hits" in phases and not results.over else ():
         prefix, new = map(int, shape.split("+"))
         settle = 0.3 if prefix < 20000 else 0.8
@@ -189,6 +193,8 @@ def alone(engine, args, results):
         engine("way", way="measured")
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
+        for batch in args.batches:
+            results.put("hooks", f"{name} decode {batch}", engine("decode_hooks", batch=batch, steps=100))
     if "mixed" in phases and name != "recompute" and not results.over:
         results.put("mixed", name, engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
     if ours:
@@ -197,7 +203,7 @@ def alone(engine, args, results):
 
 def arrivals(engines, args, results):
     """Poisson arrivals, every engine in turn at the same ones; a first round warms up."""
-    order = {"do": "poisson", "prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96}
+    order = {"do": "poisson", **ARRIVALS}
     for engine in engines:
         engine(**order, rate=args.rates[0][0], seed=0)
     for nth, (rate, seed) in enumerate(args.rates):

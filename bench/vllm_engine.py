@@ -163,8 +163,8 @@ class Engine:
         self.forget()
         return {"seconds": out}
 
-    def decode(self, batch, steps):
-        """Seconds of each step in which all of `batch` requests decode."""
+    def decode(self, batch, steps, stepped=lambda: None):
+        """Seconds of each step in which all of `batch` requests decode; `stepped` is called behind each of them."""
         sampling = SamplingParams(temperature=0.0, max_tokens=steps + 12, ignore_eos=True, detokenize=False)
         for _ in range(batch):
             self.number += 1
@@ -174,6 +174,7 @@ class Engine:
             got = self.engine.step()
             if len(got) == batch and not any(reply.finished for reply in got):
                 stamps.append(time.perf_counter())
+                stepped()
         stamps = stamps[4:]
         return {"seconds": [b - a for a, b in pairwise(stamps)]}
 
@@ -276,11 +277,15 @@ class Engine:
         facts["card"], facts["torch"] = torch.cuda.get_device_name(), torch.__version__
         return facts
 
-    def same(self, prefix, new, tokens, count):
-        """Hits from the connector against hits from GPU memory: tokens, and the KV bytes behind them."""
+    @property
+    def caches(self):
+        """Each layer's KV, by block."""
         layers = self.core.vllm_config.compilation_config.static_forward_context
         caches = [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
-        caches = [cache[0] if isinstance(cache, list) else cache for cache in caches]
+        return [cache[0] if isinstance(cache, list) else cache for cache in caches]
+
+    def placed(self, ids, tokens=2, wishes=None):
+        """(reply, the blocks that its prompt had) of one request alone."""
         manager, taken = self.scheduler.kv_cache_manager, []
         allocate = manager.allocate_slots
 
@@ -290,35 +295,63 @@ class Engine:
             return out
 
         manager.allocate_slots = noted
-        blocks, facts = (
-            prefix // self.core.vllm_config.cache_config.block_size,
-            {"tokens_equal": 0, "bytes_equal": 0, "bytes": 0, "cached": [], "runs": count},
-        )
+        reply = self.answer(ids, tokens, wishes)[1]
+        manager.allocate_slots = allocate
+        return reply, max(taken, key=len)[: len(ids) // self.core.vllm_config.cache_config.block_size]
+
+    def kept(self, blocks):
+        """A copy of these blocks in every layer, once the device is done with them."""
+        torch.cuda.synchronize()
+        at = torch.tensor(blocks, device=self.device)
+        return [cache[at].clone() for cache in self.caches]
+
+    def same(self, prefix, new, tokens, count):
+        """Hits from the connector against hits from GPU memory: tokens, and the KV bytes behind them."""
+        facts = {"tokens_equal": 0, "bytes_equal": 0, "bytes": 0, "cached": [], "runs": count}
         for _ in range(count):
             base, tail = self.tokens(prefix), self.tokens(new)
-            self.answer(base)
-            first = torch.tensor(max(taken, key=len)[:blocks], device=self.device)
-            kept = [cache[first].clone() for cache in caches]
+            kept = self.kept(self.placed(base)[1])
             self.settle(0.5)
             self.answer([*base, *tail])
             near = self.answer([*base, *tail], tokens)[1]
             self.settle(0.5)
             self.forget()
-            for cache in caches:  # what is not loaded is to be seen
+            for cache in self.caches:  # what is not loaded is to be seen
                 cache[torch.randperm(len(cache), device=self.device)[: len(cache) // 2]] += 1
-            taken.clear()
-            far = self.answer([*base, *tail], tokens)[1]
-            second = torch.tensor(max(taken, key=len)[:blocks], device=self.device)
-            equal = all(torch.equal(cache[second], saved) for cache, saved in zip(caches, kept, strict=True))
-            facts["bytes_equal"] += equal
+            torch.cuda.synchronize()  # the connector knows of what vLLM writes; this it would overtake
+            far, blocks = self.placed([*base, *tail], tokens)
+            found = self.kept(blocks[: prefix // self.core.vllm_config.cache_config.block_size])
+            facts["bytes_equal"] += all(map(torch.equal, found, kept))
             facts["bytes"] += sum(saved.numel() * saved.element_size() for saved in kept)
             facts["tokens_equal"] += near.outputs[0].token_ids == far.outputs[0].token_ids
             facts["cached"].append([near.num_cached_tokens, far.num_cached_tokens])
             facts["distinct"] = len(set(far.outputs[0].token_ids))
             self.settle(0.2)
             self.forget()
-            taken.clear()
-        manager.allocate_slots = allocate
+        return facts
+
+    def sound(self, seeds, **arrivals):
+        """Whether what Poisson arrivals have left of their prefixes in GPU memory is what was computed, to the byte."""
+        self.poisson(**arrivals, seed=0)
+        kept = []
+        for base in self.stock:
+            self.forget()
+            kept.append(self.kept(self.placed(base, wishes={"load": False})[1]))
+        facts = {"blocks": 0, "wrong_blocks": 0, "bytes": 0, "prefixes": []}
+        for seed in seeds:
+            self.poisson(**arrivals, seed=seed)
+            prefixes = 0
+            for base, right in zip(self.stock, kept, strict=True):
+                reply, blocks = self.placed([*base, *self.tokens(16)], wishes={"load": False, "save": False})
+                held = reply.num_cached_tokens // self.core.vllm_config.cache_config.block_size
+                held = min(held, len(right[0]))
+                for found, layer in zip(self.kept(blocks[:held]), right, strict=True):
+                    wrong = (found != layer[:held]).flatten(1).any(1)
+                    facts["blocks"] += held
+                    facts["wrong_blocks"] += int(wrong.sum())
+                    facts["bytes"] += found.numel() * found.element_size()
+                prefixes += held > 0
+            facts["prefixes"].append(prefixes)
         return facts
 
 

@@ -1,6 +1,9 @@
 """What only layercast's own connector can be asked in an engine: its hooks' time, its counts, a damaged byte."""
 
+import statistics
 import time
+from collections import Counter
+from contextlib import contextmanager
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -10,6 +13,25 @@ from layercast.move import cuda_lane
 from layercast.move.costs import Way, only
 
 TIMED = 2000
+WORKER_HOOKS = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+SCHEDULER_HOOKS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "get_kv_connector_stats",
+)
 GRID = cuda_lane.STAGED_GRID
 
 
@@ -34,15 +56,12 @@ class Ours:
             "block_bytes": [group.block_bytes for group in hooks._worker.ways.slab.layout.groups],
         }
 
-    def hooks(self, prefix, new):
-        """Engine thread's time in each hook, in a first sight and in a hit, and in an idle step."""
-        names = ("bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
-        names += ("get_finished", "build_connector_worker_meta", "clear_connector_metadata")
-        ours = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
-        ours += ("update_connector_output", "request_finished_all_groups")
+    @contextmanager
+    def timed(self):
+        """Hook to the seconds of its calls on the engine's thread, as they come."""
         spent, undo = {}, []
 
-        def timed(side, name):
+        def time_calls(side, name):
             call = getattr(side, name)
 
             def run(*rest, **more):
@@ -55,23 +74,51 @@ class Ours:
             setattr(side, name, run)
             undo.append((side, name))
 
-        for side, each in ((self.worker_side, names), (self.scheduler_side, ours)):
-            for name in each:
-                timed(side, name)
+        for side, names in ((self.worker_side, WORKER_HOOKS), (self.scheduler_side, SCHEDULER_HOOKS)):
+            for name in names:
+                time_calls(side, name)
+        try:
+            yield spent
+        finally:
+            for side, name in undo:
+                delattr(side, name)
+
+    def hooks(self, prefix, new):
+        """Engine thread's time in each hook, in a first sight and in a hit, and in an idle step."""
         facts, base = {}, self.tokens(prefix)
-        for kind, ids in (("cold", base), ("hit", [*base, *self.tokens(new)])):
-            self.settle(0.5)
-            self.forget()
-            spent.clear()
-            seconds = self.answer(ids)[0]
-            facts[kind] = {
-                name: {"calls": len(each), "sum_us": round(1e6 * sum(each), 1), "max_us": round(1e6 * max(each), 1)}
-                for name, each in spent.items()
-            }
-            facts[kind]["answer_ms"] = round(1e3 * seconds, 2)
-        for side, name in undo:
-            delattr(side, name)
+        with self.timed() as spent:
+            for kind, ids in (("cold", base), ("hit", [*base, *self.tokens(new)])):
+                self.settle(0.5)
+                self.forget()
+                spent.clear()
+                seconds = self.answer(ids)[0]
+                facts[kind] = {
+                    name: {"calls": len(each), "sum_us": round(1e6 * sum(each), 1), "max_us": round(1e6 * max(each), 1)}
+                    for name, each in spent.items()
+                }
+                facts[kind]["answer_ms"] = round(1e3 * seconds, 2)
         return {**facts, "idle_us": self._idle(), "outcomes": self.outcomes()}
+
+    def decode_hooks(self, batch, steps):
+        """Engine thread's time in hooks while `batch` requests decode: a step's, and each hook's mean share of it."""
+        with self.timed() as spent:
+            each, shares = [], Counter()
+
+            def stepped():
+                each.append(sum(map(sum, spent.values())))
+                shares.update({name: sum(times) for name, times in spent.items()})
+                spent.clear()
+
+            seconds = self.engine.decode(batch, steps, stepped)["seconds"]
+        us = sorted(1e6 * value for value in each)
+        return {
+            "steps": len(us),
+            "step_ms": round(1e3 * statistics.median(seconds), 3),
+            "median_us": round(statistics.median(us), 1),
+            "mean_us": round(statistics.fmean(us), 1),
+            "max_us": round(us[-1], 1),
+            "mean_us_of": {name: round(1e6 * total / len(us), 1) for name, total in shares.most_common()},
+        }
 
     def way(self, way):
         """From now on move by this way: "engine", "staged" (with a number: by so many programs), or as "measured"."""

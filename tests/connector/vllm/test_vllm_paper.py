@@ -69,6 +69,19 @@ def test_a_load_that_was_said_to_have_come_is_left_behind_once():
     assert forwards.left_behind("r") == []
 
 
+def test_who_has_ended_keeps_nobody_company_and_nobody_does_himself():
+    forwards = Forwards(64, 1)
+    forwards.began({"a": 1, "b": 1, "c": 16}, False)
+    assert [forwards.company(name, None).running for name in ("a", "new")] == [2, 3]
+    for name in ("b", "b", "never seen"):
+        forwards.left(name)
+    assert [forwards.company(name, None).running for name in ("a", "b", "new")] == [1, 2, 2]
+    forwards.began({}, False)  # a step without tokens runs nobody, and ends nobody either
+    assert forwards.company("new", None).running == 2
+    forwards.began({"b": 1}, False)
+    assert [forwards.company(name, None).running for name in ("b", "new")] == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_request_that_is_preempted_behind_a_forward_that_read_a_failed_load_says_nothing_of_that_forward(drive):
     """vLLM hears of such a load with that forward's outcome, and then looks at requests that run alone."""

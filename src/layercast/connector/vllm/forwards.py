@@ -29,7 +29,8 @@ class Forwards:
         """Those whose load has failed and who have not computed since."""
         self._readers: tuple[Mapping[str, Sequence[int]], bool] = {}, False
         """Blocks of who shares the last step with a load that has not ended, and whether it reads one that failed."""
-        self._running: Collection[str] = ()
+        self._running: set[str] = set()
+        """Who is in the last step that was ordered and has not ended since."""
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
         self._last_end_s = 0.0
@@ -51,12 +52,12 @@ class Forwards:
         readers, misled = self._readers
         return readers.get(request, ()) if self.reading or misled else ()
 
-    def company(self, request: str, alive: Collection[str], costs: Estimate | None) -> Company:
+    def company(self, request: str, costs: Estimate | None) -> Company:
         """Who shares the coming forward with a request that is about to be admitted, and when it can begin.
 
         costs: where its loads move while others are under way.
         """
-        running, ahead_s = sum(name in alive and name != request for name in self._running), 0.0
+        running, ahead_s = len(self._running) - (request in self._running), 0.0
         if costs is not None and self._under_way:
             since_s = max(self._under_way[0][0], self._last_end_s)
             ahead_s = sum(costs.compute_s(tokens) for _, tokens in self._under_way) - (time.monotonic() - since_s)
@@ -66,6 +67,10 @@ class Forwards:
         """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""
         self._nbytes += nbytes
         self._tokens += tokens
+
+    def left(self, request: str) -> None:
+        """A request has ended."""
+        self._running.discard(request)
 
     def left_behind(self, request: str) -> list[str]:
         """The request, if a load of it was said to have come that no forward will join, as it is to have another.
@@ -86,7 +91,7 @@ class Forwards:
     def began(self, scheduled: Mapping[str, int], loads: bool) -> None:
         """A step was ordered: tokens by request, and whether it waits for loads (then its time says nothing)."""
         if scheduled:
-            self._running = scheduled.keys()
+            self._running = set(scheduled)
         self._nbytes = self._tokens = 0
         self._under_way.append((time.monotonic(), 0 if loads else sum(scheduled.values())))
 

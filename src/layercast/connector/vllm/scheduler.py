@@ -141,7 +141,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             num_computed_tokens,
             request.request_id,
             self._spare_last,
-            self._forwards.company(request.request_id, self.tracked, costs),
+            self._forwards.company(request.request_id, costs),
             self._forwards.most_tokens,
             known.match,
         )
@@ -264,6 +264,7 @@ class SchedulerHooks(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Save what its last steps completed and forget it. Its blocks may go: copies hold their own."""
         known = self.tracked.pop(request.request_id, None)
+        self._forwards.left(request.request_id)
         if known is None:
             return False, None
         self._saves.forget(request.request_id)
