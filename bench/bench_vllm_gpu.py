@@ -13,6 +13,7 @@ link    plain copies of 1 GiB between pinned memory and the GPU: the link's limi
 hooks   the engine thread's time in layercast's hooks
 first   first sight of a prompt, saving on against off, two engines in turn
 decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
+loop    tokens a second of 256 running, who is replaced as it ends: what saving short prompts and answers costs
 mixed   inter-token time of 32 decodes while 8k hits arrive, one a second
 poisson requests over 16 kinds of 8k prefix at Poisson arrivals, all engines in turn
 """
@@ -229,6 +230,16 @@ def together(engines, args, results):
         if not results.over:
             every = in_turn(engines, 4, {"do": "decode", "batch": batch, "steps": 260})
             results.put("decode", str(batch), compared(every))
+    if "loop" in args.phases and not results.over:
+        every = {engine.name: [] for engine in engines}
+        for seed in range(6):
+            for engine in engines if seed % 2 == 0 else reversed(engines):
+                every[engine.name].append(engine("loop", batch=256, seconds=3.0, seed=seed)["tokens_per_s"])
+        base, other = every.values()
+        ratios = sorted(theirs / plain for plain, theirs in zip(base, other, strict=True))
+        rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
+        spread = {"median": round(statistics.median(ratios), 4), "least": round(ratios[0], 4)}
+        results.put("loop", "256", {"tokens_per_s": rounded, "ratios": {**spread, "greatest": round(ratios[-1], 4)}})
 
 
 def measured(engines, args, results):

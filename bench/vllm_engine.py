@@ -164,7 +164,10 @@ class Engine:
         return {"seconds": out}
 
     def decode(self, batch, steps, stepped=lambda: None):
-        """Seconds of each step in which all of `batch` requests decode; `stepped` is called behind each of them."""
+        """Seconds of each step in which all of `batch` requests decode; `stepped` is called behind each of them.
+
+        What these all leave to be saved, at one time, is over before it returns: `loop` has it beside the steps.
+        """
         sampling = SamplingParams(temperature=0.0, max_tokens=steps + 12, ignore_eos=True, detokenize=False)
         for _ in range(batch):
             self.number += 1
@@ -176,7 +179,34 @@ class Engine:
                 stamps.append(time.perf_counter())
                 stepped()
         stamps = stamps[4:]
+        self.settle(0.5)
         return {"seconds": [b - a for a, b in pairwise(stamps)]}
+
+    def loop(self, batch, seconds, seed):
+        """Tokens/s and seconds of each step while `batch` requests run: who has its 128 to 384 tokens is replaced."""
+        draw, running, counted, stamps = torch.Generator().manual_seed(seed), set(), 0, []
+        begun = time.perf_counter()
+        while True:
+            while len(running) < batch:
+                least = 128 if stamps else 1  # the first ones end at all times
+                most = least + int(torch.randint(0, 257, (1,), generator=draw))
+                sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+                self.number += 1
+                running.add(name := f"loop-{self.number}")
+                self.engine.add_request(name, {"prompt_token_ids": self.tokens(64)}, sampling)
+            got, now = self.engine.step(), time.perf_counter()
+            running -= {reply.request_id for reply in got if reply.finished}
+            if now - begun > 1.0:  # by then all run
+                counted += len(got) if stamps else 0
+                stamps.append(now)
+            if now - begun > 1.0 + seconds:
+                break
+        self.engine.abort_request(list(running))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.settle(0.5)
+        times = [b - a for a, b in pairwise(stamps)]
+        return {"tokens_per_s": counted / (stamps[-1] - stamps[0]), "seconds": times}
 
     def mixed(self, running, prefix, new, count, every_s):
         """Inter-token times of `running` decodes while a hit arrives each `every_s` seconds, and the hits' TTFT."""
@@ -345,12 +375,14 @@ class Engine:
                 reply, blocks = self.placed([*base, *self.tokens(16)], wishes={"load": False, "save": False})
                 held = reply.num_cached_tokens // self.core.vllm_config.cache_config.block_size
                 held = min(held, len(right[0]))
+                if not held:
+                    continue
                 for found, layer in zip(self.kept(blocks[:held]), right, strict=True):
                     wrong = (found != layer[:held]).flatten(1).any(1)
                     facts["blocks"] += held
                     facts["wrong_blocks"] += int(wrong.sum())
                     facts["bytes"] += found.numel() * found.element_size()
-                prefixes += held > 0
+                prefixes += 1
             facts["prefixes"].append(prefixes)
         return facts
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from layercast.config import Config
-from layercast.connector.vllm.saves import LUMP, Saves
+from layercast.connector.vllm.saves import COMPANY, LUMP, Saves
 from layercast.connector.vllm.tracked import Tracked
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import WorkerFacts
@@ -43,14 +43,14 @@ class Run:
         self.request.num_computed_tokens = tokens
         self.known.local, self.known.promised, self.known.saved = (0, tokens, tokens) if held else (tokens, 0, 0)
 
-    def step(self, tokens):
+    def step(self, tokens, busy=False):
         """Blocks that are ordered to be saved with a step of so many tokens; 0 = an empty one."""
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=NAME)],
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
             num_scheduled_tokens={NAME: tokens} if tokens else {},
         )
-        orders = list(self.saves.step(output, {NAME: self.known}))
+        orders = list(self.saves.step(output, {NAME: self.known}, busy))
         self.request.num_computed_tokens += tokens
         return [block for order in orders for pair in order.pairs for block in pair.blocks]
 
@@ -66,6 +66,19 @@ def test_a_prompt_seen_for_the_first_time_is_saved_in_its_step(blocks):
     run = Run(blocks * BLOCK)
     assert run.step(blocks * BLOCK) == list(range(1, blocks + 1))
     assert run.end() == []
+
+
+@pytest.mark.parametrize(("blocks", "few"), [(3, True), (LUMP, True), (LUMP + 1, False)])
+def test_a_busy_engine_saves_short_prompts_with_their_answers(blocks, few):
+    run, wanted = Run(blocks * BLOCK), list(range(1, blocks + 1))
+    assert run.step(blocks * BLOCK, busy=True) == ([] if few else wanted)
+    assert run.end() == (wanted if few else [])
+
+
+def test_nothing_waits_for_others_where_few_run_or_where_free_blocks_are_soon_handed_out():
+    saves = Run(BLOCK).saves
+    assert [saves.patience(running, 10**6) for running in (0, COMPANY - 1, COMPANY, 8 * COMPANY)] == [0, 0, 1, 8]
+    assert [saves.patience(8 * COMPANY, free) for free in (0, 8 * COMPANY - 1, 24 * COMPANY)] == [0, 0, 3]
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["in the pool", "in the engine alone"])

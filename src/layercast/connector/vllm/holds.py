@@ -74,6 +74,11 @@ class Holds:
         """Blocks held."""
         return sum(len(blocks) for blocks in self._held.values())
 
+    @property
+    def free(self) -> int:
+        """Blocks that vLLM may hand out."""
+        return self._pool.get_num_free_blocks()
+
     def _lasts(self, block: KVCacheBlock) -> bool:
         """Whether vLLM, once nobody holds it, hands it out last: else it is the first to go."""
         return self._pool.enable_caching and block.block_hash is not None

@@ -21,6 +21,10 @@ LUMP = 64
 Lumps of a request end where its name says, so that requests that run in step are not all saved in one step."""
 
 
+COMPANY = 32
+"""For each so many requests in a step, a few blocks may wait a step more for others to be handed over with."""
+
+
 class Saves:
     """Saves of one engine's requests. most_a_step: tokens that a request which generates gains in a step, at most."""
 
@@ -33,8 +37,8 @@ class Saves:
         """Tokens of the smallest block."""
         self._lump = LUMP if all(spec.kind is GroupKind.FULL for spec in side.specs) else 1
 
-    def step(self, output: SchedulerOutput, tracked: Mapping[str, Tracked]) -> Iterator[SaveOrder]:
-        """Orders of the blocks that a step completes."""
+    def step(self, output: SchedulerOutput, tracked: Mapping[str, Tracked], busy: bool) -> Iterator[SaveOrder]:
+        """Orders of the blocks that a step completes. busy: whether a few blocks may wait for others."""
         for new in output.scheduled_new_reqs:
             self._rota.always(new.req_id)
         for name in output.scheduled_cached_reqs.resumed_req_ids:
@@ -44,8 +48,13 @@ class Saves:
             known = tracked.get(name)
             if known is None or not known.save:
                 self._rota.drop(name)
-            elif (order := self._look(known, scheduled[name])) is not None:
+            elif (order := self._look(known, scheduled[name], busy)) is not None:
                 yield order
+
+    def patience(self, running: int, free: int) -> int:
+        """Steps that a few blocks may wait for others: none where a block may leave its window meanwhile, nor as many
+        as it takes vLLM to hand out its free blocks, among which are those of who has ended."""
+        return min(running // COMPANY, free // max(1, running)) if self._lump > 1 else 0
 
     def last(self, known: Tracked, block_ids: Sequence[Sequence[int]]) -> SaveOrder | None:
         """What is left to save of a request that has ended. block_ids: its blocks, by group."""
@@ -56,11 +65,12 @@ class Saves:
         """A request has ended."""
         self._rota.drop(request)
 
-    def _look(self, known: Tracked, tokens: int) -> SaveOrder | None:
+    def _look(self, known: Tracked, tokens: int, busy: bool) -> SaveOrder | None:
         """What a scheduled request completes. Generated blocks are saved some at a time.
 
-        So are a few at the end of a prompt that begins with what was there already: they are this request's own, and
-        to look for them, hand them over and hear of them costs a forward more than it costs others to miss them.
+        So are a few at the end of a prompt that begins with what was there already, or, in a step that is busy, of any:
+        they are this request's own, and to look for them, hand them over and hear of them costs a forward more than it
+        costs others to miss them; who shares the engine finds them in its own cache.
         """
         request, order = known.request, None
         name, before = request.request_id, request.num_computed_tokens
@@ -70,7 +80,7 @@ class Saves:
         shift = zlib.crc32(name.encode()) % self._lump
         held, prompt = known.local + known.promised, request.num_prompt_tokens
         few = self._lump > 1 and prompt // self.grain - held // self.grain <= self._lump
-        own = few and 0 < held <= before < prompt  # else there was no prefix, or some of it is computed again
+        own = few and (held or busy) and held <= before < prompt  # else all is new, or some is computed again
         if (complete + shift) // lump > (saved + shift) // lump and not own:
             order = self._order(known, before, after, self._tables.of(name), self._tables.snapshots(name))
         if after >= request.num_tokens:  # else more of the prompt, or of what was preempted, comes with the next step

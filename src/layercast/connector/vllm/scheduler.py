@@ -215,18 +215,18 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._join(scheduled)
         self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
         self._loads_are_known(scheduler_output)
+        patience = 0
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
-            for save in self._saves.step(scheduler_output, self.tracked):
+            patience = self._saves.patience(len(scheduled), self._holds.free)
+            for save in self._saves.step(scheduler_output, self.tracked, patience > 0):
                 self._order(save)
         self._forwards.began(scheduled, bool(self._due.loads or self._due.joins))
         if self.side is not None and self.side.backing.waiting:
             self._due.tier += self.side.backing.orders()
             self._drain_until_s = time.monotonic() + DRAIN_S
-        if self._due.empty:
-            return NOTHING
-        due, self._due = self._due, Due(self._due.steps)
-        return due.orders()
+        due, self._due = self._due, self._due.then(patience)
+        return NOTHING if due.empty else due.orders()
 
     def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
         """The step's loads are known, if there are any, and its saves not yet."""
