@@ -20,8 +20,22 @@ def test_an_unknown_setting_is_named_with_its_source_and_all_known_ones():
     with pytest.raises(UnknownSetting) as caught:
         from_mapping({"use_layerwize": True}, "extra config")
     text = str(caught.value)
-    assert text.startswith("extra config: unknown setting use_layerwize; known: ")
+    assert text.startswith("extra config: unknown setting use_layerwize (did you mean use_layerwise?); known: ")
     assert all(name in text for name in config.KNOWN)
+
+
+@given(st.sampled_from(config.KNOWN), st.data())
+def test_a_name_that_lacks_one_letter_or_is_in_capitals_is_told_with_the_one_that_was_meant(name, data):
+    lost = data.draw(st.integers(0, len(name) - 1))
+    for written in (name[:lost] + name[lost + 1 :], name.upper()):
+        with pytest.raises(UnknownSetting) as caught:
+            from_mapping({written: 1}, "here")
+        assert f" {written} (did you mean {name}?); known: " in str(caught.value)
+
+
+def test_each_of_several_unknown_names_has_its_own_suggestion_and_one_that_is_near_to_none_has_no_other():
+    with pytest.raises(UnknownSetting, match=r"hostbytes \(did you mean host_bytes\?\), moon; known: "):
+        from_sources(None, {}, ["moon=1", "hostbytes=8GiB"])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +70,9 @@ def test_a_value_that_cannot_be_used_is_refused_with_the_setting(name, value):
 
 
 def test_an_unknown_setting_is_refused_as_well_where_it_is_written_in_python():
-    with pytest.raises(UnknownSetting, match="Config: unknown setting host_byte; known: backend, "):
+    with pytest.raises(
+        UnknownSetting, match=r"Config: unknown setting host_byte \(did you mean host_bytes\?\); known: backend, "
+    ):
         Config(host_byte=1)
 
 

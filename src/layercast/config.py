@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,7 +103,7 @@ KNOWN = tuple(sorted(_TYPES))
 def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
     """Config from a mapping (an engine's own channel); `source` names it in messages.
 
-    Raises UnknownSetting with the known keys, BadSetting with the field and the values it takes.
+    Raises UnknownSetting with the nearest and all known keys, BadSetting with the field and the values it takes.
     """
     return msgspec.convert(_read(values, source), Config)
 
@@ -111,8 +112,15 @@ def _read(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The settings of one source, each as the type that it has here. Raises UnknownSetting, BadSetting."""
     unknown = sorted(set(values) - set(KNOWN))
     if unknown:
-        raise UnknownSetting(f"{source}: unknown setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
+        named = ", ".join(map(_with_nearest, unknown))
+        raise UnknownSetting(f"{source}: unknown setting {named}; known: {', '.join(KNOWN)}")
     return {key: _value(key, value, source) for key, value in values.items()}
+
+
+def _with_nearest(name: str) -> str:
+    """An unknown name, and the known one that may be meant, where one is near."""
+    near = get_close_matches(name.lower(), KNOWN, n=1)
+    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 def _value(key: str, value: object, source: str) -> object:
