@@ -118,6 +118,24 @@ def test_a_place_that_cant_be_written_names_the_option_that_chose_it_before_anyt
     assert ran.stderr.endswith(f"choose another with {option}\n")
 
 
+def test_a_file_that_was_chosen_for_a_folder_is_named_once(tmp_path):
+    (tmp_path / "file").touch()
+    ran = layercast("demo", "--out", "file", HOME=str(tmp_path), cwd=tmp_path)
+    assert (ran.returncode, ran.stderr) == (2, "layercast: file is no folder; choose another with --out\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["demo", "--dtype", "fp16"], "'--dtype': 'fp16' is not one of 'auto', 'bfloat16', 'float32'."),
+        (["bench", "foo"], "'WHAT': 'foo' is not one of 'layers', 'overlap', 'graph', 'peer'."),
+    ],
+)
+def test_a_value_that_is_no_choice_is_told_with_the_choices_and_nothing_before_it(arguments, told):
+    ran = layercast(*arguments)
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (2, f"Error: Invalid value for {told}")
+
+
 @pytest.mark.parametrize("command", ["doctor", "demo", "bench"])
 def test_a_file_where_nothing_can_be_written_is_refused_in_one_line_before_any_work(command, tmp_path):
     words = [command, "layers"] if command == "bench" else [command]

@@ -33,7 +33,7 @@ def test_a_name_that_lacks_one_letter_or_is_in_capitals_is_told_with_the_one_tha
         assert f" {written} (did you mean {name}?); known: " in str(caught.value)
 
 
-def test_each_of_several_unknown_names_has_its_own_suggestion_and_one_that_is_near_to_none_has_no_other():
+def test_of_several_unknown_names_each_has_a_suggestion_where_one_is_near():
     with pytest.raises(UnknownSetting, match=r"hostbytes \(did you mean host_bytes\?\), moon; known: "):
         from_sources(None, {}, ["moon=1", "hostbytes=8GiB"])
 

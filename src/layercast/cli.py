@@ -6,10 +6,11 @@ Engines are imported by the commands that need them, never when this module is.
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LINK_GBPS = 2.0
 """The demo's link unless told otherwise: slow enough that a laptop shows what runs behind compute."""
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Dtype(StrEnum):
@@ -32,6 +34,17 @@ class Dtype(StrEnum):
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+
+
+def _one_of(kind: type[Choice]) -> Callable[[str], Choice]:
+    """Reads one of the words of `kind`. Typer's own way of it puts "Value error, " before what it says of others."""
+
+    def read(word: str) -> Choice:
+        if word not in list(kind):
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(repr(each.value) for each in kind)}.")
+        return kind(word)
+
+    return read
 
 
 app = typer.Typer(
@@ -186,7 +199,8 @@ def demo(
         ),
     ] = LINK_GBPS,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="TYPE", help="bfloat16, float32, or auto: the quicker one here.")
+        Dtype,
+        typer.Option(parser=_one_of(Dtype), metavar="TYPE", help="bfloat16, float32, or auto: the quicker one here."),
     ] = Dtype.AUTO,
     cache: Annotated[
         Path | None,
@@ -228,7 +242,10 @@ def demo(
 
 @app.command()
 def bench(
-    what: Annotated[What, typer.Argument(metavar="WHAT", help="What to measure: layers, overlap, graph or peer.")],
+    what: Annotated[
+        What,
+        typer.Argument(parser=_one_of(What), metavar="WHAT", help="What to measure: layers, overlap, graph or peer."),
+    ],
     json: FiguresFile = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the picture goes.")] = Path("bench-out"),
     tokens: Annotated[int, typer.Option(min=256, metavar="TOKENS", help="layers, peer: tokens that move.")] = 8192,
@@ -277,7 +294,8 @@ def _check_folder(folder: Path, option: str) -> None:
     """Raises BadSetting, before anything long has run, if `option` chose a folder that can't be written or made."""
     there = existing(folder)
     if not there.is_dir():
-        raise BadSetting(f"{folder}: {there} is no folder; choose another with {option}")
+        where = "" if there == folder else f"{folder}: "
+        raise BadSetting(f"{where}{there} is no folder; choose another with {option}")
     try:
         tempfile.TemporaryFile(dir=there).close()  # what may be written is more than permissions tell: /proc
     except OSError as error:

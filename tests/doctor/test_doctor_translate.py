@@ -300,6 +300,15 @@ def test_what_holds_no_settings_is_told_as_such(theirs):
         translate(theirs)
 
 
+def test_a_file_that_is_not_there_is_told_as_such_and_a_folder_by_the_systems_reason_each_named_once(tmp_path):
+    for path, reason in ((tmp_path / "absent.yaml", "there is no such file"), (tmp_path, "can't be read: Is a dir")):
+        with pytest.raises(BadSetting) as caught:
+            read(path)
+        text = str(caught.value)
+        assert text.startswith(f"{path}: {reason}")
+        assert (text.count(str(path)), "Errno" in text) == (1, False)
+
+
 def test_a_file_that_is_no_text_is_told_as_such(tmp_path):
     (tmp_path / "lmcache.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(BadSetting, match="can't be read as text"):

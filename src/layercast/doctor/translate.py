@@ -163,7 +163,11 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except FileNotFoundError as error:
+        raise BadSetting(f"{path}: there is no such file; name a JSON or YAML file of settings") from error
+    except OSError as error:
+        raise BadSetting(f"{path}: can't be read: {error.strerror}; name a JSON or YAML file of settings") from error
+    except UnicodeDecodeError as error:
         raise BadSetting(f"{path} can't be read as text ({error}); name a JSON or YAML file of settings") from error
     found = _table(text, str(path))
     vllm = {key.replace("-", "_"): value for key, value in found.items()}
