@@ -76,6 +76,8 @@ def test_a_good_machine_has_nothing_but_ok():
         ("folder", {"disk_path": "/kv", "folder_error": "/kv is no folder"}, Level.ERROR, "/kv is no folder"),
         ("folder", {"disk_path": "/kv", "folder_room": GIB, "disk_bytes": 2 * GIB}, Level.WARNING, "room for 1.0 GiB"),
         ("folder", {"disk_path": "/kv", "folder_room": 3 * GIB, "disk_bytes": 2 * GIB}, Level.OK, "/kv"),
+        ("folder", {"disk_path": "/kv", "folder_room": 40 * GIB, "folder_new": True}, Level.NOTE, "would be made"),
+        ("folder", {"disk_path": "/kv", "folder_room": GIB, "folder_new": True}, Level.WARNING, "would be made"),
         ("disk", {"cache_error": "/c is no folder"}, Level.WARNING, "no folder"),
         ("memlock", {"memlock": 8 << 20}, Level.NOTE, "8 MiB"),
         ("memlock", {"memlock": 4 * GIB}, Level.OK, "4.0 GiB"),
@@ -195,4 +197,5 @@ def test_a_folder_is_looked_at_before_it_is_there_and_never_made(tmp_path, monke
     assert facts["new/deeper"].folder_error == facts["kv"].folder_error == ""
     assert facts["file/deeper"].folder_error == f"{tmp_path / 'file'} is no folder"
     assert (facts["kv"].folder_room, facts["new/deeper"].folder_room) == (7 + (1 << 20), 7)
+    assert (facts["kv"].folder_new, facts["new/deeper"].folder_new) == (False, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kv"]

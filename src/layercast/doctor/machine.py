@@ -40,9 +40,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine is like, under `config`. Sizes in bytes; None where the system does not tell or has no limit.
 
     weight_bytes: what the weights of a model that is asked about take of memory, 0 without one or where a GPU has them.
-    folder_room: what is free at disk_path, and what the folder itself holds. Of vLLM, command: whether `vllm` finds its
-    own package; plugin: whether our entry point is there; allowed: whether VLLM_PLUGINS lets it in; expandable: whether
-    torch's allocator is set to what vLLM refuses beside connectors.
+    folder_new: whether disk_path is not there yet; folder_room: what is free there, and what it holds itself. Of vLLM,
+    command: whether `vllm` finds its own package; plugin: whether our entry point is there; allowed: whether
+    VLLM_PLUGINS lets it in; expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
     """
 
     python: str = platform.python_version()
@@ -66,6 +66,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cache_error: str = ""
     cache_free: int = 0
     folder_error: str = ""
+    folder_new: bool = False
     folder_room: int = 0
     weights: bool = False
     weights_converted: bool = False
@@ -115,8 +116,9 @@ def settled(facts: Facts, config: Config) -> Facts:
     """The facts, as these settings have them."""
     folder = Path(config.disk_path).expanduser()
     error = _folder_error(folder) if config.disk_path else ""
+    new = bool(config.disk_path) and existing(folder) != folder
     room = 0 if error or not config.disk_path else free_bytes(folder) + _bytes_below(folder)
-    return msgspec.structs.replace(facts, config=config, folder_error=error, folder_room=room)
+    return msgspec.structs.replace(facts, config=config, folder_error=error, folder_new=new, folder_room=room)
 
 
 def _folder_error(folder: Path) -> str:
@@ -279,9 +281,8 @@ def _folder(facts: Facts) -> Check | None:
     if facts.folder_error:
         advice = "Choose a folder on a disk, which the engine may write or make (--set disk_path=...)."
         return Check("folder", Level.ERROR, f"{found}: {facts.folder_error}.", advice)
-    found = (
-        f"{found} has room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.config.disk_bytes)}."
-    )
+    found = f"{found} is not there and would be made, with" if facts.folder_new else f"{found} has"
+    found += f" room for {size(facts.folder_room)}; disk_bytes allows each rank {size(facts.config.disk_bytes)}."
     if facts.folder_room < facts.config.disk_bytes:
         lower = (
             f"Set disk_bytes to {rounded_down(facts.folder_room)} or less, or free some."
@@ -289,6 +290,8 @@ def _folder(facts: Facts) -> Check | None:
             else "Free some."
         )
         return Check("folder", Level.WARNING, found, lower)
+    if facts.folder_new:
+        return Check("folder", Level.NOTE, found, "If one should be there, look at how it is written.")
     return Check("folder", Level.OK, found)
 
 
