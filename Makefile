@@ -22,7 +22,7 @@ demo-vllm: ## the same in vLLM's CPU build: cold, then a hit; demo-vllm.json (DE
 	@$(BOOTSTRAP) demo vllm
 	@HF_HUB_OFFLINE=1 $(BIN)/layercast demo --vllm --json demo-vllm.json --out demo-out/vllm $(DEMO_ARGS)
 
-test: ## everything but the slow tests (PYTEST_ARGS=...)
+test: ## everything but the slow tests (a part: PYTEST_ARGS=tests/plan)
 	@$(BOOTSTRAP) demo test vllm
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
