@@ -70,15 +70,17 @@ def engine(model, **settings):
 
 
 class Watch:
-    """Counts what the hooks see, and scheduled tokens a step."""
+    """Counts what the hooks see, scheduled tokens a step, and forwards for which something is ordered."""
 
     def __init__(self, scheduler, worker):
-        self.scheduled, self.waited, self.written = [], [], []
+        self.scheduled, self.waited, self.written, self.moving = [], [], [], []
         build, wait, save = scheduler.build_connector_meta, worker.wait_for_layer_load, worker.save_kv_layer
 
         def build_connector_meta(output):
             self.scheduled += [output.total_num_scheduled_tokens] if output.total_num_scheduled_tokens else []
-            return build(output)
+            made = build(output)
+            self.moving += [made] if made.orders is not None and output.total_num_scheduled_tokens else []
+            return made
 
         def wait_for_layer_load(name):
             self.waited.append(name)
@@ -115,6 +117,7 @@ def run(llm, watch, *prompts, keep_local=False, **extra):
     core = llm.llm_engine.engine_core.engine_core
     scheduler, connector = core.scheduler, core.scheduler.connector
     watch.scheduled.clear(), watch.waited.clear(), watch.written.clear(), connector.outcomes.clear()
+    watch.moving.clear()
     replies = answers(llm, prompts, extra)
     while scheduler.has_requests():  # as an idle engine steps, until its last saves have been reported
         core.step_fn()
@@ -124,6 +127,7 @@ def run(llm, watch, *prompts, keep_local=False, **extra):
         "scheduled": list(watch.scheduled),
         "waited": len(watch.waited),
         "written": len(watch.written),
+        "moving": len(watch.moving),
         "layer_names": len(set(watch.waited)),
         "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
         "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],

@@ -141,17 +141,19 @@ class Engine:
         self.side, self.worker = self.connector.side, self.hooks._worker
         self.slab = self.worker.ways.slab
         self.blocks = self.free_blocks
-        self.scheduled, self.waited, self.written = [], [], []
+        self.scheduled, self.waited, self.written, self.moving = [], [], [], []
         self._watch()
 
     def _watch(self):
-        """Note what the hooks see, and the scheduled tokens of each step."""
+        """Note what the hooks see, the scheduled tokens of each step, and forwards for which something is ordered."""
         build = self.connector.build_connector_meta
         wait, save = self.hooks.wait_for_layer_load, self.hooks.save_kv_layer
 
         def build_connector_meta(output):
             self.scheduled.append(output.total_num_scheduled_tokens)
-            return build(output)
+            made = build(output)
+            self.moving += [made] if made.orders is not None and output.total_num_scheduled_tokens else []
+            return made
 
         def wait_for_layer_load(name):
             self.waited.append(name)
@@ -182,7 +184,7 @@ class Engine:
     def run(self, *prompts, tokens=8, logprobs=1, keep_local=False, params=None, lora=None, **extra):
         """Answer the prompts, and say what it took; vLLM's own prefix cache is emptied before, unless `keep_local`."""
         assert keep_local or self.llm.reset_prefix_cache()
-        for log in (self.scheduled, self.waited, self.written, self.connector.outcomes):
+        for log in (self.scheduled, self.waited, self.written, self.moving, self.connector.outcomes):
             log.clear()
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs, **(params or {})
@@ -215,6 +217,7 @@ class Engine:
             "idle_steps": self.scheduled.count(0),
             "waited": len(self.waited),
             "written": len(self.written),
+            "moving": len(self.moving),
             "layer_names": len(set(self.waited)),
             "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
             "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],

@@ -84,6 +84,20 @@ def test_a_step_begun_early_is_not_begun_again_and_its_forward_waits_as_ever(hoo
     assert hooks._worker.calls == ["begin", *(range(LAYERS) if full and what == "loads" else ())]
 
 
+def test_layers_call_their_hooks_in_steps_that_move_something_and_until_each_was_heard_once(hooks):
+    from layercast.connector.vllm.metadata import NOTHING
+
+    assert not hooks.has_connector_metadata()
+    hooks.bind_connector_metadata(NOTHING)
+    assert not hooks.has_connector_metadata()
+    hooks._unheard = {"layers.0"}
+    assert hooks.has_connector_metadata()
+    hooks.save_kv_layer("layers.0", None, None)
+    assert not hooks.has_connector_metadata()
+    hooks.handle_preemptions(orders_with("loads", early=True))
+    assert hooks.has_connector_metadata()
+
+
 def test_loads_wait_for_no_forward_where_none_uses_their_blocks_any_more(hooks):
     """What leaves a window is free while a forward still reads it, and so may be what a draft writes."""
     queued = ("all that is queued",)

@@ -141,6 +141,11 @@ class WorkerHooks(KVConnectorBase_V1):
         for name in self._unheard if called else self._layers:
             self._step_begun.wait(self._layers[name])
 
+    def has_connector_metadata(self) -> bool:
+        """Whether the layers of a forward are to call their hooks, which vLLM asks at each: where there is nothing to
+        move, and all have been heard once, none needs to."""
+        return self._step is not None or (bool(self._unheard) and super().has_connector_metadata())
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pass the layer's gate."""
         if self._step is not None:
