@@ -112,7 +112,7 @@ def test_the_connector_is_known_by_name_and_keeps_full_graphs(facts):
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("setting", "UnknownSetting", "host_byte; known: backend, discard_partial_chunks, disk_bytes, disk_path, "),
+        ("setting", "UnknownSetting", "host_byte (did you mean host_bytes?); known: backend, discard_partial_chunks, "),
         ("pipeline", "UnsupportedModel", "pipeline parallelism"),
         ("groups", "UnsupportedModel", "caches of"),
     ],
