@@ -143,12 +143,18 @@ class Results:
         return time.monotonic() > self.until
 
 
+def turns(engines, rounds):
+    """(round, engine), engine after engine, every other round the other way round."""
+    for number in range(rounds):
+        for engine in engines if number % 2 == 0 else reversed(engines):
+            yield number, engine
+
+
 def in_turn(engines, rounds, order):
     """Each engine's answers to the same order, engine after engine, `rounds` times; seconds joined."""
     every = {engine.name: [] for engine in engines}
-    for number in range(rounds):
-        for engine in engines if number % 2 == 0 else reversed(engines):
-            every[engine.name].append(engine(**order)["seconds"])
+    for _, engine in turns(engines, rounds):
+        every[engine.name].append(engine(**order)["seconds"])
     return every
 
 
@@ -232,9 +238,8 @@ def together(engines, args, results):
             results.put("decode", str(batch), compared(every))
     if "loop" in args.phases and not results.over:
         every = {engine.name: [] for engine in engines}
-        for seed in range(6):
-            for engine in engines if seed % 2 == 0 else reversed(engines):
-                every[engine.name].append(engine("loop", batch=256, seconds=3.0, seed=seed)["tokens_per_s"])
+        for seed, engine in turns(engines, 6):
+            every[engine.name].append(engine("loop", batch=256, seconds=3.0, seed=seed)["tokens_per_s"])
         base, other = every.values()
         ratios = sorted(theirs / plain for plain, theirs in zip(base, other, strict=True))
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}

@@ -72,6 +72,7 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.device = next(self.runner.model.parameters()).device
         self.draw, self.number = torch.Generator().manual_seed(case.get("seed", 1)), 0
+        self.block_size = self.core.vllm_config.cache_config.block_size
         self.vocabulary = self.core.vllm_config.model_config.get_vocab_size()
         self.up_s = time.perf_counter() - start
         for _ in range(2):
@@ -327,7 +328,7 @@ class Engine:
         manager.allocate_slots = noted
         reply = self.answer(ids, tokens, wishes)[1]
         manager.allocate_slots = allocate
-        return reply, max(taken, key=len)[: len(ids) // self.core.vllm_config.cache_config.block_size]
+        return reply, max(taken, key=len)[: len(ids) // self.block_size]
 
     def kept(self, blocks):
         """A copy of these blocks in every layer, once the device is done with them."""
@@ -350,7 +351,7 @@ class Engine:
                 cache[torch.randperm(len(cache), device=self.device)[: len(cache) // 2]] += 1
             torch.cuda.synchronize()  # the connector knows of what vLLM writes; this it would overtake
             far, blocks = self.placed([*base, *tail], tokens)
-            found = self.kept(blocks[: prefix // self.core.vllm_config.cache_config.block_size])
+            found = self.kept(blocks[: len(kept[0])])
             facts["bytes_equal"] += all(map(torch.equal, found, kept))
             facts["bytes"] += sum(saved.numel() * saved.element_size() for saved in kept)
             facts["tokens_equal"] += near.outputs[0].token_ids == far.outputs[0].token_ids
@@ -373,8 +374,7 @@ class Engine:
             prefixes = 0
             for base, right in zip(self.stock, kept, strict=True):
                 reply, blocks = self.placed([*base, *self.tokens(16)], wishes={"load": False, "save": False})
-                held = reply.num_cached_tokens // self.core.vllm_config.cache_config.block_size
-                held = min(held, len(right[0]))
+                held = min(reply.num_cached_tokens // self.block_size, len(right[0]))
                 if not held:
                     continue
                 for found, layer in zip(self.kept(blocks[:held]), right, strict=True):

@@ -287,8 +287,8 @@ class Paper:
 
     def step(self):
         output, side = self.scheduler.schedule(), self.connector.side
-        late = {save.id: save for rank in self.forwards.ranks for save in rank.saving}
-        late = {**late, **{save.id: save for save in self.connector._due.saves}}.values()
+        waiting = (self.connector._due.saves, *(rank.saving for rank in self.forwards.ranks))
+        late = {save.id: save for orders in waiting for save in orders}.values()
         saving = [pair.blocks for save in late if not side._saving[save.id].doomed for pair in save.pairs]
         flying = [blocks for *_, blocks in self.flying]
         done = self.forwards.run(output, set().union(*flying), set().union(*saving))
@@ -314,7 +314,7 @@ def schedule(engine, number, prompts=PROMPTS, squeezed=None):
     squeezed: draws when to preempt.
     """
     draw = random.Random(number)
-    saves.COMPANY = 1 + number // 2 % 2 * 31  # 1: saves wait for others, as in a busy engine
+    saves.COMPANY = (1, 32)[number // 2 % 2]  # 1: saves wait for others, as in a busy engine
     depth = draw.choice([1, 2, 2])
     kind, ranks, faults = AsyncScheduler if depth > 1 else Scheduler, draw.choice([1, 2]), draw.choice([0.1, 0.4])
     paper = Paper(engine, draw, kind, depth, draw.random() < 0.5, faults, ranks)

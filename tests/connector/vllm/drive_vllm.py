@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 import xxhash
-from lab import tell
+from lab import Watch, tell
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -69,31 +69,6 @@ def engine(model, **settings):
     )
 
 
-class Watch:
-    """Counts what the hooks see, scheduled tokens a step, and forwards for which something is ordered."""
-
-    def __init__(self, scheduler, worker):
-        self.scheduled, self.waited, self.written, self.moving = [], [], [], []
-        build, wait, save = scheduler.build_connector_meta, worker.wait_for_layer_load, worker.save_kv_layer
-
-        def build_connector_meta(output):
-            self.scheduled += [output.total_num_scheduled_tokens] if output.total_num_scheduled_tokens else []
-            made = build(output)
-            self.moving += [made] if made.orders is not None and output.total_num_scheduled_tokens else []
-            return made
-
-        def wait_for_layer_load(name):
-            self.waited.append(name)
-            wait(name)
-
-        def save_kv_layer(name, *rest):
-            self.written.append(name)
-            save(name, *rest)
-
-        scheduler.build_connector_meta = build_connector_meta
-        worker.wait_for_layer_load, worker.save_kv_layer = wait_for_layer_load, save_kv_layer
-
-
 def answers(llm, prompts, extra):
     asked = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
     done = llm.generate(asked, SAMPLING, use_tqdm=False)
@@ -116,19 +91,14 @@ def run(llm, watch, *prompts, keep_local=False, **extra):
     assert keep_local or llm.reset_prefix_cache()
     core = llm.llm_engine.engine_core.engine_core
     scheduler, connector = core.scheduler, core.scheduler.connector
-    watch.scheduled.clear(), watch.waited.clear(), watch.written.clear(), connector.outcomes.clear()
-    watch.moving.clear()
+    watch.clear(), connector.outcomes.clear()
     replies = answers(llm, prompts, extra)
     while scheduler.has_requests():  # as an idle engine steps, until its last saves have been reported
         core.step_fn()
     outcomes = list(connector.outcomes)
     return {
         "replies": replies,
-        "scheduled": list(watch.scheduled),
-        "waited": len(watch.waited),
-        "written": len(watch.written),
-        "moving": len(watch.moving),
-        "layer_names": len(set(watch.waited)),
+        **watch.facts(),
         "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
         "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],
         "idle": connector.side.idle,

@@ -129,25 +129,12 @@ def settings_of(pool=None, policy="recompute", role="kv_both"):
     }
 
 
-class Engine:
-    """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
+class Watch:
+    """Notes what the hooks see, the scheduled tokens of each step, and forwards for which something is ordered."""
 
-    def __init__(self, path, *, pool=None, policy="recompute", role="kv_both", **settings):
-        self.orders, self.preemptions = [], 0
-        self.llm = LLM(model=path, **{**settings_of(pool, policy, role), **settings})
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self.hooks, self.connector = get_kv_transfer_group(), self.scheduler.connector
-        self.side, self.worker = self.connector.side, self.hooks._worker
-        self.slab = self.worker.ways.slab
-        self.blocks = self.free_blocks
+    def __init__(self, scheduler, worker):
         self.scheduled, self.waited, self.written, self.moving = [], [], [], []
-        self._watch()
-
-    def _watch(self):
-        """Note what the hooks see, the scheduled tokens of each step, and forwards for which something is ordered."""
-        build = self.connector.build_connector_meta
-        wait, save = self.hooks.wait_for_layer_load, self.hooks.save_kv_layer
+        build, wait, save = scheduler.build_connector_meta, worker.wait_for_layer_load, worker.save_kv_layer
 
         def build_connector_meta(output):
             self.scheduled.append(output.total_num_scheduled_tokens)
@@ -163,6 +150,41 @@ class Engine:
             self.written.append(name)
             save(name, *rest)
 
+        scheduler.build_connector_meta = build_connector_meta
+        worker.wait_for_layer_load, worker.save_kv_layer = wait_for_layer_load, save_kv_layer
+
+    def clear(self):
+        for log in (self.scheduled, self.waited, self.written, self.moving):
+            log.clear()
+
+    def facts(self):
+        return {
+            "scheduled": [tokens for tokens in self.scheduled if tokens],
+            "idle_steps": self.scheduled.count(0),
+            "waited": len(self.waited),
+            "written": len(self.written),
+            "moving": len(self.moving),
+            "layer_names": len(set(self.waited)),
+        }
+
+
+class Engine:
+    """One engine with the connector, from construction to `close`; the pool's settings are `pool`."""
+
+    def __init__(self, path, *, pool=None, policy="recompute", role="kv_both", **settings):
+        self.orders, self.preemptions = [], 0
+        self.llm = LLM(model=path, **{**settings_of(pool, policy, role), **settings})
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.hooks, self.connector = get_kv_transfer_group(), self.scheduler.connector
+        self.side, self.worker = self.connector.side, self.hooks._worker
+        self.slab = self.worker.ways.slab
+        self.blocks = self.free_blocks
+        self.watch = Watch(self.connector, self.hooks)
+        self._watch()
+
+    def _watch(self):
+        """Note orders as they begin, and count preemptions."""
         begin, preempt = self.worker.begin, self.scheduler._preempt_request
 
         def noted(orders, after=()):
@@ -174,8 +196,6 @@ class Engine:
             preempt(*rest, **more)
 
         self.worker.begin, self.scheduler._preempt_request = noted, preempted
-        self.connector.build_connector_meta = build_connector_meta
-        self.hooks.wait_for_layer_load, self.hooks.save_kv_layer = wait_for_layer_load, save_kv_layer
 
     @property
     def free_blocks(self):
@@ -184,8 +204,7 @@ class Engine:
     def run(self, *prompts, tokens=8, logprobs=1, keep_local=False, params=None, lora=None, **extra):
         """Answer the prompts, and say what it took; vLLM's own prefix cache is emptied before, unless `keep_local`."""
         assert keep_local or self.llm.reset_prefix_cache()
-        for log in (self.scheduled, self.waited, self.written, self.moving, self.connector.outcomes):
-            log.clear()
+        self.watch.clear(), self.connector.outcomes.clear()
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs, **(params or {})
         )
@@ -213,12 +232,7 @@ class Engine:
     def facts(self):
         outcomes = list(self.connector.outcomes)
         return {
-            "scheduled": [tokens for tokens in self.scheduled if tokens],
-            "idle_steps": self.scheduled.count(0),
-            "waited": len(self.waited),
-            "written": len(self.written),
-            "moving": len(self.moving),
-            "layer_names": len(set(self.waited)),
+            **self.watch.facts(),
             "loads": [[o.end, o.verified, o.nbytes, o.layers, len(o.bad_slots)] for o in outcomes if hasattr(o, "end")],
             "saves": [[o.saved, o.nbytes, o.layers, o.swept_layers] for o in outcomes if hasattr(o, "saved")],
             "requests": len(self.connector.tracked) + len(self.side._names),

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from layercast.connector.vllm.due import FEW, Due
+from layercast.connector.vllm.due import Due
 from layercast.flow.orders import BlockPairs, LoadOrder, SaveOrder
+
+FEW = 5
 
 
 def save(name, blocks):
@@ -25,7 +27,7 @@ def test_every_save_goes_once_in_its_order_and_waits_no_longer_than_may_be(steps
             since[name] = number
             due.saves.append(save(name, size))
         due.loads += [LoadOrder(f"load {number}", "r", 16, ())] if loads else []
-        now, due = due, due.then(patience)
+        now, due = due, due.then(patience, FEW)
         went = [] if now.empty else [order.id for order in now.orders().orders.saves]
         assert [load.id for load in now.loads] == ([f"load {number}"] if loads else [])
         gone += went
@@ -38,17 +40,17 @@ def test_every_save_goes_once_in_its_order_and_waits_no_longer_than_may_be(steps
 def test_saves_that_are_worth_a_forward_of_their_own_take_along_what_waits():
     due = Due()
     due.saves.append(save("small", FEW))
-    later = due.then(8)
+    later = due.then(8, FEW)
     assert (due.saves, [order.id for order in later.saves]) == ([], ["small"])
     later.saves.append(save("large", FEW + 1))
-    assert later.then(8).empty
+    assert later.then(8, FEW).empty
     assert [order.id for order in later.orders().orders.saves] == ["small", "large"]
 
 
 def test_steps_are_numbered_on_where_one_has_only_saves_that_wait():
     first = Due()
     first.saves.append(save("small", 1))
-    second = first.then(8)
+    second = first.then(8, FEW)
     assert first.empty
     assert second.orders().orders.step == 0
-    assert second.then(0).orders().orders.step == 1
+    assert second.then(0, FEW).orders().orders.step == 1

@@ -11,16 +11,14 @@ from layercast.control.tables import Table
 from layercast.flow.orders import LoadOrder, SaveOrder, StepOrders, TierOrder
 from layercast.spec.groups import GroupKind, GroupSpec
 
-FEW = 64
-"""Blocks of one save that can wait: more of them are worth moving beside the forward that computes them."""
-
 
 class Due:
-    """What goes to the workers with the next step. waited: steps that the first of its saves has waited for others."""
+    """What goes to the workers with the next step."""
 
-    def __init__(self, steps: "count[int] | None" = None, waited: int = 0) -> None:
+    def __init__(self, steps: "count[int] | None" = None) -> None:
         self.steps = steps or count()
-        self._waited = waited
+        self._waited = 0
+        """Steps that the first of its saves has waited for others."""
         self._step: int | None = None
         self.loads: list[LoadOrder] = []
         self.background: list[LoadOrder] = []
@@ -46,16 +44,16 @@ class Due:
             or self.lost_requests
         )
 
-    def then(self, patience: int) -> "Due":
-        """What the step after this one has due so far: this one's saves, where all are small and can wait.
+    def then(self, patience: int, few: int) -> "Due":
+        """What the step after this one has due so far: this one's saves, for `patience` steps at most, where each is of
+        a few blocks, as more are worth moving beside the forward that computes them.
 
         Handing saves over costs much the same whether they are one or many.
         """
-        waits = self._waited < patience and all(len(pair.slots) <= FEW for save in self.saves for pair in save.pairs)
-        if not (self.saves and waits):
-            return Due(self.steps)
-        after = Due(self.steps, self._waited + 1)
-        after.saves, self.saves = self.saves, []
+        after = Due(self.steps)
+        small = all(len(pair.slots) <= few for save in self.saves for pair in save.pairs)
+        if self.saves and small and self._waited < patience:
+            after.saves, self.saves, after._waited = self.saves, [], self._waited + 1
         return after
 
     def orders(self, *, loads_alone: bool = False) -> Orders:

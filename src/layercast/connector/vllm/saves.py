@@ -19,8 +19,6 @@ from layercast.spec.groups import GroupKind
 LUMP = 64
 """Blocks of an answer that are saved together where none can leave a window before its turn; what is left, at the end.
 Lumps of a request end where its name says, so that requests that run in step are not all saved in one step."""
-
-
 COMPANY = 32
 """For each so many requests in a step, a few blocks may wait a step more for others to be handed over with."""
 

@@ -26,7 +26,7 @@ from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
-from layercast.connector.vllm.saves import Saves
+from layercast.connector.vllm.saves import LUMP, Saves
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.tracked import Tracked, first_sight
 from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, digested, drops_last_block, failed_requests
@@ -225,7 +225,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         if self.side is not None and self.side.backing.waiting:
             self._due.tier += self.side.backing.orders()
             self._drain_until_s = time.monotonic() + DRAIN_S
-        due, self._due = self._due, self._due.then(patience)
+        due, self._due = self._due, self._due.then(patience, LUMP)
         return NOTHING if due.empty else due.orders()
 
     def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
