@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from layercast.config import Config
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.scheduler import SchedulerHooks
+from layercast.connector.vllm.terms import Terms
 from layercast.connector.vllm.tracked import Tracked
 from layercast.control.scheduler import Match
 from layercast.flow.orders import LoadOrder
@@ -55,9 +56,8 @@ def waits(known, match, *others, shared=True):
         config=Config(),
         tracked={name: known} | {other.request.request_id: other for other in others},
         _track=lambda _: known,
-        _spare_last=False,
-        _vllm_config=SimpleNamespace(cache_config=params, speculative_config=None),
-        _kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        _terms=Terms(loads=True, saves=True, digested=0, spare_last=False, at_once=True),
+        _vllm_config=SimpleNamespace(cache_config=params),
         _forwards=Forwards(64, 1),
     )
     hooks._comes_for_another = partial(SchedulerHooks._comes_for_another, hooks)

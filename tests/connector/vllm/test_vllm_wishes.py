@@ -26,7 +26,7 @@ def test_what_cannot_be_read_neither_loads_nor_saves_and_the_reply_says_what_is_
         asking(wishes), {}, load=False, save=False, told=stated, problem=problem, miss=MissReason.UNREADABLE
     )
     assert problem in known.reply["layercast"]["miss"]
-    assert known.receipt.detail == problem
+    assert known.receipt("").detail == problem
     assert problem
 
 
@@ -50,7 +50,7 @@ def test_the_tokens_of_a_receipt_add_up_to_the_prompt(local, landed):
         end=LoadEnd.LANDED, nbytes=1, layers=1, transfer_s=0.0, exposed_s=0.0, verified=True, reason=""
     )
     known = Tracked(asking({}), {}, load=True, save=True, local=local, promised=landed, loaded=loaded)
-    told = known.receipt
+    told = known.receipt("")
     assert told.computed_tokens + told.held_tokens + told.loaded_tokens == told.prompt_tokens
     assert (told.held_tokens, told.loaded_tokens) == (local, landed)
 
@@ -58,7 +58,7 @@ def test_the_tokens_of_a_receipt_add_up_to_the_prompt(local, landed):
 @pytest.mark.parametrize(("salted", "end"), [(False, "ever saved"), (True, "ever saved under this salt")])
 def test_a_miss_under_a_salt_says_that_it_is_the_salts(salted, end):
     known = Tracked(asking({}), {}, load=True, save=True, told=True, miss=MissReason.NEVER_STORED, salted=salted)
-    assert known.receipt.sentence.endswith(end)
+    assert known.receipt("").sentence.endswith(end)
     assert known.reply["layercast"]["miss"].endswith(end)
 
 
@@ -67,8 +67,8 @@ def test_a_load_that_has_failed_on_any_rank_is_no_load_in_the_receipt(ends):
     known = Tracked(asking({}), {}, load=True, save=True, promised=8)
     for rank, end in enumerate(ends):
         known.heard(LoadOutcome("load-1", "r", end, 64, 4, False, 0.1, 0.0, f"rank {rank}"))
-    receipt = known.receipt
+    receipt = known.receipt("")
     assert (receipt.loaded_tokens, receipt.computed_tokens) == (0, 9)
     assert receipt.detail == f"rank {ends.index(LoadEnd.LOST)}"
     known.heard(LoadOutcome("load-2", "r", LoadEnd.LANDED, 64, 4, False, 0.1, 0.0))
-    assert (known.receipt.loaded_tokens, known.receipt.detail) == (8, "")
+    assert (known.receipt("").loaded_tokens, known.receipt("").detail) == (8, "")

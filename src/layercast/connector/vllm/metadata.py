@@ -53,3 +53,6 @@ class Reports(KVConnectorWorkerMetadata):
         """Both together."""
         assert isinstance(other, Reports)
         return Reports(self.reports + other.reports, self.facts + other.facts)
+
+
+NO_REPORTS = Reports(())

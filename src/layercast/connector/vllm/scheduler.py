@@ -20,16 +20,17 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
-from layercast.connector.vllm import events, recovery, versions
+from layercast.connector.vllm import events, recovery
 from layercast.connector.vllm.due import Due, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
-from layercast.connector.vllm.metadata import NOTHING, Handshake, Orders, Reports
+from layercast.connector.vllm.metadata import NO_REPORTS, NOTHING, Handshake, Orders, Reports
 from layercast.connector.vllm.saves import LUMP, Saves
 from layercast.connector.vllm.stats import Stats
+from layercast.connector.vllm.terms import Terms, terms_of
 from layercast.connector.vllm.tracked import Tracked, first_sight
-from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, digested, drops_last_block, failed_requests
+from layercast.connector.vllm.versions import TELLS_FAILED_REQUESTS, Tables, failed_requests
 from layercast.control.memory import CLOSE_S
 from layercast.control.node import scheduler_side
 from layercast.control.scheduler import Match, SchedulerSide, WorkerFacts
@@ -98,8 +99,8 @@ class SchedulerHooks(KVConnectorBase_V1):
             recovery.install()
 
     @cached_property
-    def _spare_last(self) -> bool:
-        return drops_last_block(self._vllm_config.speculative_config)
+    def _terms(self) -> Terms:
+        return terms_of(self._vllm_config, self._kv_cache_config, self._kv_transfer_config, self._side.specs)
 
     def _reused(self, order: str) -> None:
         self._side.doom(order)
@@ -133,14 +134,13 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.load or request.skip_reading_prefix_cache:
             known.miss = known.miss or MissReason.DECLINED
             return 0, False
-        at_once = versions.fill_at_once(self._vllm_config, self._side.specs, self._kv_transfer_config)
-        costs = self._side.chooser.rates.estimate if at_once else None
+        costs = self._side.chooser.rates.estimate if self._terms.at_once else None
         known.match = match = self._side.match(
             known.tokens,
             known.extras,
             num_computed_tokens,
             request.request_id,
-            self._spare_last,
+            self._terms.spare_last,
             self._forwards.company(request.request_id, costs),
             self._forwards.most_tokens,
             known.match,
@@ -289,8 +289,8 @@ class SchedulerHooks(KVConnectorBase_V1):
         return False, known.reply
 
     def _leave_receipt(self, known: Tracked) -> None:
-        receipt = msgspec.structs.replace(known.receipt, layout=self._layout)
-        _log.info("receipt %s", msgspec.json.encode(receipt).decode())
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("receipt %s", msgspec.json.encode(known.receipt(self._layout)).decode())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, where another connector has made vLLM use one group."""
@@ -304,14 +304,15 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._drain_until_s = time.monotonic() + DRAIN_S
             self._distrust(request)
             self._due.aborts.append(request)  # on other ranks it may still be under way
-        found = connector_output.kv_connector_worker_meta
-        if isinstance(found, Reports) and found.facts:
+        meta = connector_output.kv_connector_worker_meta
+        found = meta if meta is not None and isinstance(meta, Reports) else NO_REPORTS
+        if found.facts:
             self._meet(dict(found.facts))
         for request in connector_output.finished_recving or ():
             known = self.tracked.get(request)
             if known is not None and known.loading is not None:
                 self._forwards.coming[request] = known.loading
-        for rank, report in found.reports if isinstance(found, Reports) else ():
+        for rank, report in found.reports:
             settled = self._side.settle(report, rank)
             for request in self._forwards.misread(settled.failed, self.tracked):
                 self._distrust(request)
@@ -386,8 +387,7 @@ class SchedulerHooks(KVConnectorBase_V1):
     def _track(self, request: Request) -> Tracked:
         known = self.tracked.get(request.request_id)
         if known is None:
-            known, salt = first_sight(request, self._kv_transfer_config)
-            known.digested = digested(self._vllm_config, self._kv_cache_config)
+            known, salt = first_sight(request, self._terms)
             if not self.tracked:
                 self._holds.resume()
             self.tracked[request.request_id] = known

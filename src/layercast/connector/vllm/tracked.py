@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from typing import Any
 
 import msgspec
-from vllm.config import KVTransferConfig
 from vllm.v1.request import Request
 
+from layercast.connector.vllm.terms import Terms
 from layercast.control.names import Digested
 from layercast.control.scheduler import Match
 from layercast.flow.orders import LoadEnd, LoadOrder, LoadOutcome
@@ -119,9 +119,8 @@ class Tracked:
         never = self.salted and self.miss is MissReason.NEVER_STORED
         return MissReason.NEVER_UNDER_SALT if never else self.miss
 
-    @property
-    def receipt(self) -> Receipt:
-        """What the pool did for it. nbytes, layers and times are one rank's."""
+    def receipt(self, layout: str) -> Receipt:
+        """What the pool did for it. nbytes, layers and times are one rank's. layout: the engine's."""
         load, prompt = self.loaded, self.request.num_prompt_tokens
         landed = self.promised if load is not None and load.end is LoadEnd.LANDED else 0
         held = min(self.local, prompt - landed)
@@ -133,6 +132,7 @@ class Tracked:
             loaded_tokens=landed,
             nbytes=0 if load is None else load.nbytes,
             layers=0 if load is None else load.layers,
+            layout=layout,
             tier=self.tier if landed else "",
             mode=self.decision.mode if self.promised else "",
             window=self.decision.window,
@@ -156,13 +156,14 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NOTHING_ASKED = Wishes()
 
 
-def first_sight(request: Request, role: KVTransferConfig) -> tuple[Tracked, str]:
-    """A request that is new, as its wishes and the engine's role have it, and the salt that it wishes."""
+def first_sight(request: Request, terms: Terms) -> tuple[Tracked, str]:
+    """A request that is new, as its wishes and the engine's terms have it, and the salt that it wishes."""
     wishes, stated, problem = wishes_of(request)
-    load, save = wishes.load and role.is_kv_consumer, wishes.save and role.is_kv_producer
+    load, save = wishes.load and terms.loads, wishes.save and terms.saves
     salted = bool(wishes.salt or request.cache_salt)
     known = Tracked(request, {}, load=load, save=save, told=stated, problem=problem, salted=salted)
-    known.miss = MissReason.UNREADABLE if problem else None if role.is_kv_consumer else MissReason.PRODUCER
+    known.miss = MissReason.UNREADABLE if problem else None if terms.loads else MissReason.PRODUCER
+    known.digested = terms.digested
     return known, wishes.salt
 
 
