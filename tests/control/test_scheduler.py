@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -72,6 +72,30 @@ def test_only_what_is_being_saved_is_said_to_be_coming():
     assert (ours.tokens, ours.coming) == (0, 3 * BLOCK)
     side.settle(saved(other))
     assert side.match([9, *TOKENS], spare_last=True).tokens == 3 * BLOCK
+
+
+SEVERAL = (*SPECS, GroupSpec("window", GroupKind.WINDOW, 2 * BLOCK, (LAYERS,), 2 * BLOCK))
+ends = st.sampled_from([TOKENS, [9, *TOKENS], [*TOKENS[: 3 * BLOCK], 9, *TOKENS[3 * BLOCK :]]])
+part = st.tuples(ends, st.integers(0, 8), st.integers(0, 8), st.booleans(), st.booleans())
+
+
+@given(st.lists(part, max_size=6), ends, st.sampled_from([0, BLOCK, 3 * BLOCK, 8 * BLOCK]))
+@example([(TOKENS, 0, 0, True, False), (TOKENS, 0, 8, True, True), (TOKENS, 0, 8, False, False)], TOKENS, 0)
+def test_a_look_at_what_is_coming_is_left_out_only_where_it_would_find_no_more(parts, asked, local):
+    """Whatever was saved in part, lost from one group, or is being saved: in either group, and by whomever."""
+    names = identities_of(ByteEngine(SEVERAL, 2).layout, model="m")
+    config = Config(kv_recompute_threshold=0, host_bytes=1)
+    side = scheduler_side([WorkerFacts(SEVERAL, names, (64, 64))], config, False)
+    for nth, (tokens, before, after, done, lost) in enumerate(parts):
+        tables = [list(range(1, 9)), list(range(1, 5))]
+        order = side.save_order(str(nth), tokens, BLOCK * before, BLOCK * after, tables)
+        if order is not None and done:
+            side.settle(saved(order))
+        if lost:
+            side.directory.forget(nth % 2, side.match(tokens).keys[nth % 2][-1:])
+    answered = side.match(asked, local_tokens=local)
+    side._coming = lambda *_: True
+    assert answered.coming == side.match(asked, local_tokens=local).coming
 
 
 @pytest.mark.parametrize("quiet", [True, False])

@@ -158,10 +158,9 @@ class Directory:
         """Blocks that a save could get in each group now: free slots, and those of blocks that nobody leases."""
         return tuple(shelf.room() for shelf in self._shelves)
 
-    @property
-    def quiet(self) -> bool:
-        """Whether no save is under way."""
-        return not self._savings
+    def saves(self, keys: Sequence[Keys]) -> bool:
+        """Whether any of some keys of each group is being saved."""
+        return any(not shelf.saving.keys().isdisjoint(some) for shelf, some in self._by_group(keys))
 
     @property
     def idle(self) -> bool:
@@ -372,7 +371,8 @@ class Directory:
         every = zip(self._shelves, chains, reservation.indices, reservation.slots, reservation.keys, strict=True)
         for shelf, keys, indices, slots, names in every:
             if fresh := shelf.name(keys, indices, slots):
-                self._misses.update(gone := shelf.gone(fresh))
+                if gone := shelf.gone(fresh):
+                    self._misses.update(gone)
                 self._misses[Absence.NEVER] += len(fresh) - len(gone)
                 names.extend(fresh)
 

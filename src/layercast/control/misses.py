@@ -4,7 +4,6 @@ Does not know the pool, nor what was decided on what can be.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import lcm
 
 from layercast.control.names import Chain
 from layercast.control.shelf import Absence
@@ -26,21 +25,22 @@ def why_missed(
     specs: Sequence[GroupSpec],
     keys: Sequence[Chain],
     there: Sequence[Sequence[bool]],
-    prompt: int,
     local_tokens: int,
     absences: Callable[[int, Sequence[bytes]], Sequence[Absence | None]],
 ) -> MissReason:
     """The reason by the first block of each group and the first that is absent: a look at all would cost each request.
 
     Of a group that keeps few of a prompt's blocks all that were looked for count. there: as `presence` found them.
-    prompt: its tokens. local_tokens: those that the engine holds. absences: of a group's keys, None where it is there.
+    The prompt has a token behind the first block of each. local_tokens: of it, those that the engine holds. absences:
+    of a group's keys, None where it is there.
     """
-    if prompt <= lcm(*(spec.block_size for spec in specs)):
-        return MissReason.SHORT
     found = set[Absence | None]()
     for group, (spec, chain, has) in enumerate(zip(specs, keys, there, strict=True)):
         ends = range(len(chain.known)) if spec.kind in BOUNDED else {0, len(has)}
-        found.update(absences(group, [chain[at] for at in ends if at < len(chain)]))
+        found.update(absences(group, [chain.upto(at + 1)[at] for at in ends if at < len(chain)]))
     if None in found and local_tokens:
         return MissReason.HELD
-    return next((reason for absence, reason in _REASONS.items() if absence in found), MissReason.NEVER_STORED)
+    for absence, reason in _REASONS.items():
+        if absence in found:
+            return reason
+    return MissReason.NEVER_STORED

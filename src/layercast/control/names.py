@@ -166,7 +166,7 @@ class Chain(Sequence[bytes]):
 
         What comes before is named in goes as well: what was remembered begins where an earlier look-up ended one.
         """
-        if first < self._blocks:
+        if len(self.known) < first < self._blocks:
             self._go_on(bool, len(self.known), first)
         return self._go_on(there, first, self._blocks)
 
@@ -251,17 +251,12 @@ def presence(
 
     has: for each group, whether a key is there. local_tokens: as in `usable_prefix`. least: what is known to be there.
     """
-    whole = [spec.kind not in BOUNDED for spec in specs]
-    firsts = [
-        max(local_tokens // spec.block_size, len(one))
-        for spec, one in zip(specs, least or [()] * len(specs), strict=True)
-    ]
-    ends = [
-        spec.block_size * (chain.until(there, first) if all_of_it else len(chain))
-        for spec, chain, there, first, all_of_it in zip(specs, chains, has, firsts, whole, strict=True)
-    ]
-    counts = [min(ends) // spec.block_size for spec in specs]
-    return [
-        [True] * count if all_of_it else list(map(there, chain[:count]))
-        for chain, there, all_of_it, count in zip(chains, has, whole, counts, strict=True)
-    ]
+    ends = []
+    for spec, chain, there, known in zip(specs, chains, has, least or [()] * len(specs), strict=True):
+        first = max(local_tokens // spec.block_size, len(known))
+        ends.append(spec.block_size * (len(chain) if spec.kind in BOUNDED else chain.until(there, first)))
+    end, rows = min(ends), []
+    for spec, chain, there in zip(specs, chains, has, strict=True):
+        count = end // spec.block_size
+        rows.append(list(map(there, chain[:count])) if spec.kind in BOUNDED else [True] * count)
+    return rows

@@ -23,7 +23,7 @@ from layercast.errors import Full, Missing, NotCacheable
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, LoadOutcome, SaveOrder, SaveOutcome, StepReport
 from layercast.observe.receipts import MissReason
 from layercast.plan.policy import ALONE, NO_HIT, Company, Decision, Estimate, Hit, Mode
-from layercast.plan.prefix import Usable, usable_prefix
+from layercast.plan.prefix import BOUNDED, Usable, usable_prefix
 from layercast.spec.groups import GroupSpec
 from layercast.spec.keys import ExtrasOf, Identity
 
@@ -130,6 +130,7 @@ class SchedulerSide:
         self.backing = backing or Backing(directory, (), specs, 0)
         self.config = config
         self.specs = tuple(specs)
+        self._stride = lcm(*(spec.block_size for spec in specs))
         self._names = Names(specs, identities)
         self._unnamed: list[tuple[str, tuple[Chain, ...]]] = []
         """Reservations whose blocks have no names yet, and these names."""
@@ -167,9 +168,10 @@ class SchedulerSide:
                 last = self._found(keys, *asked)
         except NotCacheable:
             return self._no(MissReason.NOT_CACHEABLE)
-        hit, rest = last.usable.tokens - local_tokens, len(tokens) - last.usable.tokens
-        weighed = company, self.chooser.rates.estimate
-        if hit <= 0 or last.weighed == weighed:
+        if (hit := last.usable.tokens - local_tokens) <= 0:
+            return last
+        weighed, rest = (company, self.chooser.rates.estimate), len(tokens) - last.usable.tokens
+        if last.weighed == weighed:
             return last
         rest = rest if most_rest is None else min(rest, most_rest)
         decision, miss = self.chooser.decide(Hit(hit, last.nbytes, rest), *weighed), None
@@ -188,17 +190,18 @@ class SchedulerSide:
             most = usable_prefix(self.specs, has, prompt, local_tokens=local_tokens)
             if not spare_last or most.tokens <= local_tokens:
                 return most
-            end = max(0, most.tokens - lcm(*(spec.block_size for spec in self.specs)))
+            end = max(0, most.tokens - self._stride)
             return usable_prefix(self.specs, has, end + 1, local_tokens=min(local_tokens, end))
 
         usable, soon = usable_of(there := self._there(keys, local_tokens)), 0
-        if not self.directory.quiet and (coming := self._there(keys, local_tokens, there)) != there:
-            soon = usable_of(coming).tokens
+        if self._coming(keys, there):
+            soon = usable_of(self._there(keys, local_tokens, there)).tokens
         if soon <= usable.tokens or soon - local_tokens < self.config.kv_recompute_threshold:
             soon = 0
         miss = None
         if usable.tokens <= local_tokens:
-            miss = why_missed(self.specs, keys, there, prompt, local_tokens, self.directory.absences)
+            short, absences = prompt <= self._stride, self.directory.absences
+            miss = MissReason.SHORT if short else why_missed(self.specs, keys, there, local_tokens, absences)
         asked = version, prompt, local_tokens, spare_last
         return Match(usable, keys, NO_HIT, miss, soon, self.chooser.nbytes(usable.needed), asked)
 
@@ -377,6 +380,12 @@ class SchedulerSide:
         self.directory.release(mine.lease)
         del self._loading[load.id]
         return True
+
+    def _coming(self, chains: Sequence[Chain], there: Sequence[Sequence[bool]]) -> bool:
+        """Whether any block is being saved that was looked for and is not there: else a second look finds no more."""
+        every = zip(self.specs, chains, there, strict=True)
+        asked = [chain.known[0 if spec.kind in BOUNDED else len(has) :] for spec, chain, has in every]
+        return self.directory.saves(asked)
 
     def _there(
         self, chains: Sequence[Chain], local_tokens: int, now: Sequence[Sequence[bool]] = ()
