@@ -157,7 +157,7 @@ class Shelf:
 
         They are in the order of the prompt. One that is stored or being saved already gets none.
         """
-        if list(indices) != sorted(indices):
+        if not isinstance(indices, range) and list(indices) != sorted(indices):
             indices, slots = zip(*sorted(zip(indices, slots, strict=True)), strict=True)
         end = bisect_left(indices, len(keys))
         fresh = dict(zip(map(keys.__getitem__, indices[:end]), slots, strict=False))
@@ -166,8 +166,10 @@ class Shelf:
         if fresh:
             self.unnamed.difference_update(fresh.values())
             self.saving.update(fresh)
-            at = self._before(keys, next(index for index in indices if keys[index] in fresh))
-            behind = 1 + next(index for index in reversed(indices[:end]) if keys[index] in fresh)
+            named = indices[:end]
+            if len(fresh) < end:
+                named = [index for index in named if keys[index] in fresh]
+            at, behind = self._before(keys, named[0]), named[-1] + 1
             before, after = keys[at] if at >= 0 else None, keys[behind] if behind < len(keys) else None
             self._list(list(fresh), before, after)
         return list(fresh)

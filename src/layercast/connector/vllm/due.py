@@ -50,9 +50,11 @@ class Due:
 
         Handing saves over costs much the same whether they are one or many.
         """
+        if self.empty:
+            return self
         after = Due(self.steps)
-        small = all(len(pair.slots) <= few for save in self.saves for pair in save.pairs)
-        if self.saves and small and self._waited < patience:
+        may_wait = self.saves and self._waited < patience
+        if may_wait and all(len(pair.slots) <= few for save in self.saves for pair in save.pairs):
             after.saves, self.saves, after._waited = self.saves, [], self._waited + 1
         return after
 

@@ -29,8 +29,9 @@ class Forwards:
         """Those whose load has failed and who have not computed since."""
         self._readers: tuple[Mapping[str, Sequence[int]], bool] = {}, False
         """Blocks of who shares the last step with a load that has not ended, and whether it reads one that failed."""
-        self._running: set[str] = set()
-        """Who is in the last step that was ordered and has not ended since."""
+        self._running: tuple[Mapping[str, int], set[str]] = {}, set()
+        """Who is in the last step that was ordered, in vLLM's own record, as a copy would look at everybody who runs;
+        and who of them has ended since."""
         self._nbytes = self._tokens = 0
         self._under_way: deque[tuple[float, int]] = deque(maxlen=depth)
         self._last_end_s = 0.0
@@ -57,11 +58,12 @@ class Forwards:
 
         costs: where its loads move while others are under way.
         """
-        running, ahead_s = len(self._running) - (request in self._running), 0.0
+        running, ended = self._running
+        others, ahead_s = len(running) - len(ended) - (request in running and request not in ended), 0.0
         if costs is not None and self._under_way:
             since_s = max(self._under_way[0][0], self._last_end_s)
             ahead_s = sum(costs.compute_s(tokens) for _, tokens in self._under_way) - (time.monotonic() - since_s)
-        return Company(running, self._nbytes, self._tokens + running, max(0.0, ahead_s))
+        return Company(others, self._nbytes, self._tokens + others, max(0.0, ahead_s))
 
     def admitted(self, nbytes: int, tokens: int) -> None:
         """The coming forward will wait for a load of so many bytes, and compute so many tokens behind it."""
@@ -70,7 +72,9 @@ class Forwards:
 
     def left(self, request: str) -> None:
         """A request has ended."""
-        self._running.discard(request)
+        running, ended = self._running
+        if request in running:
+            ended.add(request)
 
     def left_behind(self, request: str) -> list[str]:
         """The request, if a load of it was said to have come that no forward will join, as it is to have another.
@@ -91,7 +95,7 @@ class Forwards:
     def began(self, scheduled: Mapping[str, int], loads: bool) -> None:
         """A step was ordered: tokens by request, and whether it waits for loads (then its time says nothing)."""
         if scheduled:
-            self._running = set(scheduled)
+            self._running = scheduled, set()
         self._nbytes = self._tokens = 0
         self._under_way.append((time.monotonic(), 0 if loads else sum(scheduled.values())))
 
