@@ -310,7 +310,7 @@ def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, cop
 
 
 def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
-    bell, heard = Bell(device.calls.ring, singly=False), []
+    bell, heard = Bell(device.calls.ring, sleeping=False), []
     listeners = [threading.Thread(target=lambda: heard.append(bell.heard(5 * BRIEF_S))) for _ in range(3)]
     for listener in listeners:
         listener.start()
@@ -329,6 +329,6 @@ def test_a_system_without_another_file_says_what_to_raise(device):
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(Refused, match="limit of open files"):
-            Bell(device.calls.ring, singly=False)
+            Bell(device.calls.ring, sleeping=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
