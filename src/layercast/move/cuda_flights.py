@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, LayercastError
-from layercast.landing import Landing
+from layercast.landing import Landing, Latch
 from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
@@ -150,8 +150,8 @@ class Wave(Awaited):
         """For each of them the code with which the device has refused it; 0 = none so far."""
         self.first = 0
         """The number of the first, from when `queued` is set."""
-        self.queued = threading.Event()
-        self.issued = threading.Event()
+        self.queued = Latch()
+        self.issued = Latch()
         """Set once the device has all of it, or has refused it."""
 
     def number(self, index: int) -> int:
