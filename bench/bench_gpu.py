@@ -23,13 +23,13 @@ from layercast.errors import Refused
 HIT, SHORT = (8192, 512), (2048, 256)
 CASES = {
     "layers": Options(what=What.LAYERS),
-    "overlap": Options(what=What.OVERLAP, lengths=((8192, 2048), HIT, (32768, 1024), SHORT), busy=False),
+    "overlap": Options(what=What.OVERLAP, lengths=((8192, 2048), HIT, (32768, 1024), SHORT)),
     "graph": Options(what=What.GRAPH, lengths=((8192, 2048), HIT)),
     "overlap of blocks of 64": Options(what=What.OVERLAP, block=64, lengths=(HIT,), brief=True),
     "overlap of blocks of 128": Options(what=What.OVERLAP, block=128, lengths=(HIT,), brief=True),
     "layers of blocks of 64": Options(what=What.LAYERS, block=64, brief=True),
     "layers of blocks of 128": Options(what=What.LAYERS, block=128, brief=True),
-    "busy": Options(what=What.OVERLAP, lengths=(HIT,)),  # minutes: each call beside such a thread costs 5 ms
+    "busy": Options(what=What.BUSY, lengths=(HIT,)),  # minutes
     "long": Options(what=What.OVERLAP, lengths=((131072, 1024),), brief=True),
     "peer": Options(what=What.PEER),
 }

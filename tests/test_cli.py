@@ -128,7 +128,7 @@ def test_a_file_that_was_chosen_for_a_folder_is_named_once(tmp_path):
     ("arguments", "told"),
     [
         (["demo", "--dtype", "fp16"], "'--dtype': 'fp16' is not one of 'auto', 'bfloat16', 'float32'."),
-        (["bench", "foo"], "'WHAT': 'foo' is not one of 'layers', 'overlap', 'graph', 'peer'."),
+        (["bench", "foo"], "'WHAT': 'foo' is not one of 'layers', 'overlap', 'graph', 'busy', 'peer'."),
     ],
 )
 def test_a_value_that_is_no_choice_is_told_with_the_choices_and_nothing_before_it(arguments, told):

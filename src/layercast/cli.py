@@ -244,7 +244,7 @@ def demo(
 def bench(
     what: Annotated[
         What,
-        typer.Argument(parser=_one_of(What), metavar="WHAT", help="What to measure: layers, overlap, graph or peer."),
+        typer.Argument(parser=_one_of(What), metavar="WHAT", help="Measure layers, overlap, graph, busy or peer."),
     ],
     json: FiguresFile = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the picture goes.")] = Path("bench-out"),
@@ -254,11 +254,11 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="CACHED+NEW",
-            help="overlap, graph: tokens that are loaded and computed; may be given several times. Default: three.",
+            help="overlap, graph: tokens that are loaded and computed; may be given several times. Default: three. "
+            "busy takes the first.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rounds counted, after one that warms up.")] = 15,
-    busy: Annotated[bool, typer.Option(help="overlap: also beside a busy Python thread.")] = True,
     brief: Annotated[
         bool, typer.Option(help="layers, overlap: what an engine would take, and its limits, alone.")
     ] = False,
@@ -271,7 +271,7 @@ def bench(
     from layercast.bench.report import encoded, write_picture, write_terminal
 
     lengths = lengths_of(shape) if shape else LENGTHS
-    options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, busy=busy, brief=brief)
+    options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, brief=brief)
     figures = json or out / f"{what}.json"
     _check_folder(out, "--out")
     _check_place(figures)

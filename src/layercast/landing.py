@@ -12,21 +12,53 @@ from layercast.errors import BadTransition, DeadlineExceeded
 _log = logging.getLogger("layercast")
 
 
+class Latch:
+    """What is set once. It makes a `threading.Event`, which costs microseconds, for the first who waits."""
+
+    __slots__ = ("_event", "_set")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._event: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        """Whether it is. Never blocks."""
+        return self._set
+
+    def set(self) -> None:
+        """Set it. Again is well."""
+        self._set = True
+        with _waiting:
+            event = self._event
+        if event is not None:
+            event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is set; waits up to `timeout_s` seconds."""
+        if self._set:
+            return True
+        with _waiting:
+            self._event = event = self._event or threading.Event()
+        return self._set or event.wait(timeout_s)
+
+
+_waiting = threading.Lock()
+"""Held while a latch's event is made or looked for: who sets it must not miss that of who has just seen it unset."""
+
+
 class Landing:
     """The end of one piece of work, which whoever does the work brings about by `land` or `fail`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._done = False
-        self._over: threading.Event | None = None
-        """Made by the first who waits: of a step's many, hardly one is waited for on the host."""
+        self._over = Latch()
         self._error: BaseException | None = None
         self._calls: list[Callable[[Landing], None]] = []
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
-        return self._done
+        return self._over.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -43,10 +75,7 @@ class Landing:
 
     def wait(self, timeout_s: float) -> None:
         """Block until it has landed. Raises its error, or DeadlineExceeded after `timeout_s` seconds."""
-        with self._lock:
-            if not self._done and self._over is None:
-                self._over = threading.Event()
-        if not self._done and self._over is not None and not self._over.wait(timeout_s):
+        if not self._over.wait(timeout_s):
             raise DeadlineExceeded(f"not ended within {timeout_s:g} s; it may still land later")
         if self._error is not None:
             raise self._error
@@ -54,7 +83,7 @@ class Landing:
     def then(self, call: "Callable[[Landing], None]") -> None:
         """Call `call(self)` once it has ended: at once if it has, else on the thread that ends it. Must not block."""
         with self._lock:
-            if not self._done:
+            if not self._over.is_set():
                 self._calls.append(call)
                 return
         call(self)
@@ -69,13 +98,11 @@ class Landing:
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            if self._done:
+            if self._over.is_set():
                 raise BadTransition("this has ended already; whoever does the work ends it once")
             self._error = error
-            self._done = True
             calls, self._calls = self._calls, []
-            if self._over is not None:
-                self._over.set()
+            self._over.set()
         for call in calls:
             try:
                 call(self)

@@ -1,4 +1,6 @@
 import queue
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -46,13 +48,15 @@ class Counting:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["lay", "put", "get"]), max_size=30))
+@given(st.lists(st.sampled_from(["lay", "put", "get", "stir"]), max_size=30))
 def test_what_is_laid_out_runs_once_before_its_item_is_got_and_all_items_keep_their_order(device, steps):
     desk, put, got, programs = desk_of(device), 0, 0, {}
     for step in steps:
         if step == "get" and got < put:
             assert desk.get() == got
             got += 1
+        elif step == "stir":
+            desk.stir()
         elif step != "get":
             program = Counting()
             if step == "lay" and program.laid_on(desk, 100 * put):
@@ -99,3 +103,18 @@ def test_a_thread_binds_once_before_its_first_item_and_what_nobody_gets_can_be_t
     desk.get_nowait()
     with pytest.raises(queue.Empty):
         desk.get_nowait()
+
+
+def test_a_thread_that_is_stirred_for_nothing_sleeps_on_and_gets_what_comes_later(device):
+    desk, got = desk_of(device), []
+    thread = threading.Thread(target=lambda: got.extend([desk.get(), desk.get()]))
+    thread.start()
+    for item in "ab":
+        desk.stir()
+        worked = time.process_time()
+        time.sleep(0.3)
+        assert item not in got
+        assert time.process_time() - worked < 0.2, "it looks out for a moment only"
+        desk.put(item)
+    thread.join(5.0)
+    assert got == ["a", "b"]

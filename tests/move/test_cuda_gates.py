@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
+from layercast.landing import Latch
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_bell import Bell
@@ -60,7 +61,7 @@ def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, move
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     flight = mover.submit(batch)
     flight.wave.wait(SOON_S)
-    flight.wave._done = False  # as if the host had not learned of it yet
+    flight.wave._over = Latch()  # as if the host had not learned of it yet
     word[0] = -1
     gate.open(0, flight)
     timer = threading.Timer(BRIEF_S, word.fill, [flight.number])
@@ -77,7 +78,7 @@ def test_a_layer_waits_for_its_part_of_what_was_under_way_and_for_what_came_late
     late = mover.submit(batch)
     late.wave.wait(SOON_S)
     for flight in (series, late):
-        flight.wave._done = False  # as if the host had not learned of it yet
+        flight.wave._over = Latch()  # as if the host had not learned of it yet
     word[0] = -1
     gate.arm_behind({1: 1}, [({0: 0, 1: 1}, series)])
     with pytest.raises(DeadlineExceeded):
@@ -214,7 +215,7 @@ def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_
     gate, flight, held = CudaGate(device, lambda: 99), mover.submit(batch), []
     gate.arm({0: 1})
     flight.wave.wait(SOON_S)
-    flight.wave._done = False  # as if the host had not learned of it yet
+    flight.wave._over = Latch()  # as if the host had not learned of it yet
     words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)[0] = -1
     opens = iter([lambda: gate.open(0, flight)])
     gate._flights = Watched({}, got=lambda: next(opens, lambda: None)())
@@ -310,7 +311,7 @@ def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, cop
 
 
 def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
-    bell, heard = Bell(device.calls.ring, singly=False), []
+    bell, heard = Bell(device.calls.ring, sleeping=False), []
     listeners = [threading.Thread(target=lambda: heard.append(bell.heard(5 * BRIEF_S))) for _ in range(3)]
     for listener in listeners:
         listener.start()
@@ -329,6 +330,6 @@ def test_a_system_without_another_file_says_what_to_raise(device):
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(Refused, match="limit of open files"):
-            Bell(device.calls.ring, singly=False)
+            Bell(device.calls.ring, sleeping=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, NAPS, TALLY_BYTES, plain_issue
+from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, TALLY_BYTES, plain_issue
+from layercast.move.cuda_pace import NAPS
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.kernels.pieces import PARAMETERS
 from layercast.plan.pieces import Series

@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from layercast.errors import BadTransition, DeadlineExceeded, Missing
+from layercast.landing import Latch
 from layercast.move.flights import HostDigestFlight, HostFlight, first_error, landed
 
 
@@ -69,3 +70,21 @@ def test_the_first_error_is_that_of_the_first_failed_flight():
     assert first_error([]) is None
     assert first_error([landed(), HostFlight()]) is None
     assert isinstance(first_error([landed(), lost]), Missing)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_every_thread_that_waits_for_a_latch_goes_on_once_it_is_set(early):
+    latch, gone, waiting = Latch(), [], 8
+    assert not latch.is_set()
+    assert not latch.wait(0.0)
+    threads = [threading.Thread(target=lambda: gone.append(latch.wait(10.0))) for _ in range(waiting)]
+    for thread in threads[: waiting if early else 0]:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in threads[waiting if early else 0 :]:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert gone == [True] * waiting
+    assert latch.is_set()

@@ -29,8 +29,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Options:
     """what: which. tokens: in `layers` and `peer`; block: tokens in one; lengths: (cached, new), in the others.
 
-    busy: in `overlap`, also beside a busy Python thread. brief: in `layers` and `overlap`, only what an engine would
-    take, and its limits.
+    `busy` takes the first length. brief: in `layers` and `overlap`, only what an engine would take, and its limits.
     """
 
     what: What
@@ -38,7 +37,6 @@ class Options:
     block: int = 16
     lengths: tuple[tuple[int, int], ...] = LENGTHS
     repeats: int = 15
-    busy: bool = True
     brief: bool = False
 
 
@@ -114,8 +112,11 @@ def _tables(options: Options, devices: "list[Device]") -> Iterator[Table]:
     if options.what is What.OVERLAP:
         from layercast.bench.overlap import overlap
 
-        busy = options.busy and not options.brief
-        return overlap(devices[0], shape, options.lengths, options.repeats, busy=busy, brief=options.brief)
+        return overlap(devices[0], shape, options.lengths, options.repeats, brief=options.brief)
+    if options.what is What.BUSY:
+        from layercast.bench.busy import busy
+
+        return busy(devices[0], shape, options.lengths[0], options.repeats)
     if options.what is What.GRAPH:
         from layercast.bench.graph import graph
 
@@ -135,7 +136,7 @@ def _cards(devices: "list[Device]") -> str:
 def _command(options: Options) -> str:
     """The command line that measures this again; where its output went is left out."""
     shapes = [f"--shape {cached}+{new}" for cached, new in options.lengths]
-    of = {What.OVERLAP: [*shapes, "" if options.busy else "--no-busy"], What.GRAPH: shapes}
+    of = {What.OVERLAP: shapes, What.GRAPH: shapes, What.BUSY: shapes[:1]}
     rest = [*of.get(options.what, [f"--tokens {options.tokens}"]), "--brief" if options.brief else ""]
     words = ["layercast bench", options.what, *rest, f"--block {options.block} --repeats {options.repeats}"]
     return " ".join(filter(None, words))

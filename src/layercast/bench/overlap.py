@@ -1,15 +1,14 @@
 """`layercast bench overlap`: time to the first token of a prefill whose cached prefix comes from pinned memory."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import torch
 
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.model import Forward, Hook, Weights
-from layercast.bench.results import SOON_S, Table, Timeline, in_turn, median, ratio, spread, timed
+from layercast.bench.results import SOON_S, Table, Timeline, in_turn, ratio, spread, timed
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_flights import CudaFlight
@@ -28,21 +27,14 @@ SAVING = "layerwise, saving too"
 
 
 def overlap(
-    device: Device, shape: Shape, lengths: Sequence[tuple[int, int]], repeats: int, *, busy: bool, brief: bool = False
+    device: Device, shape: Shape, lengths: Sequence[tuple[int, int]], repeats: int, *, brief: bool = False
 ) -> Iterator[Table]:
-    """A table for each (cached, new) tokens; busy: then one beside a Python thread that never sleeps.
-
-    brief: without other ways to issue and to move.
-    """
+    """A table for each (cached, new) tokens. brief: without other ways to issue and to move."""
     weights = Weights(shape)
     for cached, new in lengths:
         with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
             rounds = FEW if cached > LONG else TIMES * repeats if cached < SHORT else repeats
             yield first_tokens(run, rounds, brief=brief)
-    if busy:
-        cached, new = lengths[0]
-        with ground(device, shape, cached) as here, closing(Run(here, Forward(weights, here, new))) as run:
-            yield beside_python(run, repeats)
 
 
 class Run:
@@ -225,62 +217,3 @@ def _ways(run: Run, others: dict[str, CudaMover]) -> dict[str, Callable[[], floa
     ways |= {name: lambda m=mover: run.ms(lambda: run.layerwise(m)) for name, mover in others.items()}  # type: ignore[misc]
     ways["bulk"] = lambda: run.ms(run.bulk)
     return ways
-
-
-def beside_python(run: Run, repeats: int) -> Table:
-    """With and without a Python thread that never sleeps, the interpreter lock being all they share."""
-    ways: dict[str, Callable[[], float]] = {
-        "compute alone": lambda: run.ms(run.forward),
-        "layerwise, compiled loop": lambda: run.ms(lambda: run.layerwise(run.auto)),
-        "issue to landed, compiled loop": lambda: _issue_to_landed(run, run.auto),
-    }
-    slow: dict[str, Callable[[], float]] = {
-        "layerwise, Python loop": lambda: run.ms(lambda: run.layerwise(run.plain)),
-        "issue to landed, Python loop": lambda: _issue_to_landed(run, run.plain),
-    }
-    quiet = in_turn(ways, repeats) | in_turn(slow, FEW)
-    with _spinning():
-        loud = in_turn(ways, repeats) | in_turn(slow, FEW)
-    rows = {}
-    for name in quiet:
-        rows[name] = {"ms": median(quiet[name]), "ms, busy": median(loud[name])}
-        rows[name]["busy of quiet"] = rows[name]["ms, busy"] / rows[name]["ms"]
-        if name.startswith("layerwise"):
-            rows[name]["of compute, both busy"] = rows[name]["ms, busy"] / median(loud["compute alone"])
-    return Table(title="Beside a busy Python thread", rows=rows, bar="ms, busy", best="compute alone")
-
-
-def _issue_to_landed(run: Run, mover: CudaMover) -> float:
-    """ms from an event before the order to one behind the last copy, as the device sees it."""
-    step, stream = run.here.step(up=True), run.here.device.copying
-    torch.cuda.synchronize()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run.gate.arm({0: 1})
-    first.record(stream)
-    (flight,) = mover.submit_all([step])
-    run.gate.open(0, flight)
-    with torch.cuda.stream(stream):
-        run.gate.wait(0, SOON_S)
-    last.record(stream)
-    flight.wait(SOON_S)
-    last.synchronize()
-    return float(first.elapsed_time(last))
-
-
-@contextmanager
-def _spinning() -> Iterator[None]:
-    """A thread that counts for as long as the block runs."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        count = 0
-        while not stop.is_set():
-            count += 1
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()

@@ -24,6 +24,7 @@ class What(StrEnum):
     LAYERS = "layers"
     OVERLAP = "overlap"
     GRAPH = "graph"
+    BUSY = "busy"
     PEER = "peer"
 
 

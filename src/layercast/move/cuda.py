@@ -121,11 +121,14 @@ class CudaMover(Mover):
             return [flight for (flight,) in alone]
         if not batches:
             return []
-        hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
         series = [batch if isinstance(batch, Series) else Series(batch, np.array([batch.shift])) for batch in batches]
-        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
         self._driver.bind()
-        return self._submit(self._arm(direction_of(self._driver, series)), orders, others, keep)
+        arm = self._arm(direction_of(self._driver, series))
+        if not others:
+            arm.desk.stir()
+        hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
+        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
+        return self._submit(arm, orders, others, keep)
 
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
         lane, runs, laid = arm.lane, orders.runs(), False

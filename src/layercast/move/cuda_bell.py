@@ -13,15 +13,16 @@ from layercast.move.cuda_driver import Call
 
 
 class Bell:
-    """Rung by any thread; heard ring by ring (`singly`), or all at once."""
+    """Rung by any thread; all rings are heard at once: by a loop that sleeps until there is one (`sleeping`), or by
+    `heard`."""
 
     __slots__ = ("_one", "_ring", "file")
 
-    def __init__(self, ring: Call, *, singly: bool) -> None:
+    def __init__(self, ring: Call, *, sleeping: bool) -> None:
         if not hasattr(os, "eventfd"):
             raise Refused("this system has no event files, so nothing can wake the threads of a GPU; use Linux")
         try:
-            self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (os.EFD_SEMAPHORE if singly else os.EFD_NONBLOCK))
+            self.file: int = os.eventfd(0, os.EFD_CLOEXEC | (0 if sleeping else os.EFD_NONBLOCK))
         except OSError as error:
             raise Refused(f"no event file for a GPU's threads ({error}); raise the limit of open files") from error
         self._ring = ring
@@ -37,7 +38,7 @@ class Bell:
         self._ring(self.file, self.one, 8)
 
     def heard(self, timeout_s: float) -> bool:
-        """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not for `singly`."""
+        """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not if `sleeping`."""
         asked = select.poll()  # its own, as no two threads may ask one
         asked.register(self.file, select.POLLIN)
         rung = bool(asked.poll(max(0.0, 1000 * timeout_s)))

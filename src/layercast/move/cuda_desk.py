@@ -11,7 +11,7 @@ import numpy as np
 
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call
-from layercast.move.cuda_issue import DESK_WORDS, LAID, Issue
+from layercast.move.cuda_issue import DESK_WORDS, LAID, PUT, STIRRED, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
 from layercast.move.words import address_of
@@ -24,13 +24,13 @@ class Desk:
     """
 
     def __init__(self, issue: Issue, ring: Call, bind: Callable[[], None]) -> None:
-        self._issue, self._bell = issue, Bell(ring, singly=True)
+        self._issue, self._bell = issue, Bell(ring, sleeping=True)
         self._bind: Callable[[], None] | None = bind
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._words = np.zeros(DESK_WORDS, np.int64)
         self._words[0], self._words[LAID] = self._bell.file, -1
         self._kept: tuple[Ints, ...] = ()
-        self._put = self._got = 0
+        self._got = 0
 
     def lay(self, table: Ints, cuts: Ints, errors: Ints, first: int) -> bool:
         """Have a program run (see `Issue.run`) before the item is got that is put next.
@@ -41,13 +41,18 @@ class Desk:
             return False
         self._kept = (table, cuts, errors)
         places = [number for array in self._kept for number in (address_of(array), len(array))]
-        self._words[LAID:] = self._put, first, *places
+        self._words[LAID:] = self._words[PUT], first, *places
         return True
+
+    def stir(self) -> None:
+        """Wake the thread for an item that is about to be put, so that it is awake by then. May be for nothing."""
+        self._words[STIRRED] = self._words[PUT] + 1
+        self._bell.ring()
 
     def put(self, item: Item, /) -> None:
         """Add an item, and wake the thread."""
         self._items.put(item)
-        self._put += 1
+        self._words[PUT] += 1
         self._bell.ring()
 
     def get(self) -> Item:

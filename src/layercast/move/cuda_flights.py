@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, LayercastError
-from layercast.landing import Landing
+from layercast.landing import Landing, Latch
 from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
-from layercast.move.cuda_issue import BELL, HANDED, PACE, TALLY_BYTES, Pace
+from layercast.move.cuda_issue import BELL, HANDED, PACE, TALLY_BYTES
+from layercast.move.cuda_pace import Pace
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
@@ -80,13 +81,13 @@ class Tally:
         self.address = address
         self.queued = 0
         """Number of the last batch in the lane's queue."""
-        self._bell = Bell(ring, singly=False)
+        self._bell = Bell(ring, sleeping=False)
         words = words_at(address, TALLY_BYTES // 4)
         words[:] = 0
         self._word, self._handed = words[:1], words[HANDED // 4 :][:1]
         words[BELL // 4 : PACE // 4] = np.array([self._bell.file, self._bell.one], np.int64).view(np.int32)
         self.pace = 0
-        """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
+        """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
         if pace is not None:
             self.pace = Pace(address + PACE, *pace).address
 
@@ -149,8 +150,8 @@ class Wave(Awaited):
         """For each of them the code with which the device has refused it; 0 = none so far."""
         self.first = 0
         """The number of the first, from when `queued` is set."""
-        self.queued = threading.Event()
-        self.issued = threading.Event()
+        self.queued = Latch()
+        self.issued = Latch()
         """Set once the device has all of it, or has refused it."""
 
     def number(self, index: int) -> int:

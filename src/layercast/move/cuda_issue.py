@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
+from layercast.move.cuda_pace import LOW, pacing
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
-from layercast.move.words import address_of, words_at
+from layercast.move.words import address_of
 from layercast.plan.pieces import COLUMNS
 
 
@@ -27,15 +28,19 @@ class Issue(NamedTuple):
     sides of them was pinned by itself. first: what the batches' numbers are counted from.
     """
     attend: Callable[[Ints, int], None]
-    """attend(desk, nth): wait for the desk's bell, then run the program that is laid out there, if it is the nth.
+    """attend(desk, nth): wait until that many items are put, and one more; run the program laid out, if it is the nth.
 
-    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, and from LAID on: nth, first, and
-    address and length of the table, the cuts and the errors.
+    desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, PUT, STIRRED, and from LAID on: nth,
+    first, and address and length of the table, the cuts and the errors.
     """
 
 
-LAID, DESK_WORDS = 2, 10
-"""Where a desk's numbers begin, behind its bell, and how many words it has."""
+PUT, STIRRED, LAID, DESK_WORDS = 2, 3, 4, 12
+"""Words of a desk: how many items have been put, behind it how many have been put or are on their way, and where a
+program's numbers begin; and how many words there are."""
+LOOKS = 1 << 17
+"""Looks at PUT by who has been stirred before it sleeps again: some tenths of a millisecond. A thread that sleeps is
+woken in 0.1 ms, in which another has written most of a program."""
 HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
 """A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
 been handed, a bell's file and the address of what rings it, which it is behind each batch, and a pace."""
@@ -44,32 +49,10 @@ FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
 than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
 READ = 512
 """Pieces read at a time: a device waits until the first are."""
-NAP_US, NAPS = 10, 20000
-"""Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second. Linux
-adds 50 us to a nap; to have none added (PR_SET_TIMERSLACK) made no load or save faster where marks lie 16 MiB apart."""
-PACE_WORDS = 5
-"""A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
-the last, how many marks may be ahead, and after how many bytes the next is due.
-
-A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
-forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
-"""
 Errors = tuple[int, int]
 """Where owners' error codes lie, and how many they are: who sees a batch counted must see that it was refused."""
 Act = Callable[..., None]
 CodeOf = Callable[[Errors, int], int]
-_PASSED, _MARKED, _SINCE, _AHEAD, _DUE = range(PACE_WORDS)
-_LOW = 0xFFFFFFFF
-
-
-class Pace:
-    """What a lane's copies keep to: at most `ahead` marks, one every `nbytes`. Its words lie at `address`."""
-
-    def __init__(self, address: int, ahead: int, nbytes: int) -> None:
-        self.address = address
-        words = words_at(address, 2 * PACE_WORDS)
-        words[:] = 0
-        words[::2][_AHEAD], words[::2][_DUE] = ahead, nbytes
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -79,7 +62,7 @@ def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     ended = _ending(_counting(calls), note)
     batches = _batches(calls, _plain_copies(calls, attributes), code_of, ended)
     loop = _loop(calls, batches, _launches(calls, code_of, ended), code_of, note)
-    return Issue(_running(loop), _attending(calls, loop))
+    return Issue(_running(loop), _attending(calls, loop, 0))
 
 
 @lru_cache(maxsize=2)
@@ -90,14 +73,14 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     """
     from numba import njit
 
-    hand_over = njit(_handing(calls, attributes, njit(_paced(calls))))
+    hand_over = njit(_handing(calls, attributes, njit(pacing(calls))))
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
     code_of = njit(_code_of(calls))
     note = njit(_noting(calls, code_of))
     ended = njit(_ending(njit(_counting(calls)), note))
     batches, launches = njit(_batches(calls, copies, code_of, ended)), njit(_launches(calls, code_of, ended))
     loop = njit(nogil=True)(_loop(calls, batches, launches, code_of, note))
-    attend, desk = njit(nogil=True)(_attending(calls, loop)), np.full(DESK_WORDS, -1, np.int64)
+    attend, desk = njit(nogil=True)(_attending(calls, loop, LOOKS)), np.full(DESK_WORDS, -1, np.int64)
     attend(desk, 0)
     loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), (0, 0), 0)
     return Issue(_running(loop), attend)
@@ -153,30 +136,6 @@ def _noting(calls: Calls, code_of: CodeOf) -> Callable[[Errors, int, int], None]
         for nth in range(errors[1]):
             if (nth == owner or owner < 0) and code_of(errors, nth) == 0:
                 fetch(errors[0] + 8 * nth, kept.ctypes.data, 8)
-
-    return run
-
-
-def _paced(calls: Calls) -> Callable[[int, int, int], int]:
-    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way."""
-    write, fetch, rest = calls.write, calls.fetch, calls.rest
-    nap_us, naps, low, words = NAP_US, NAPS, _LOW, PACE_WORDS
-    passed, marked, since, ahead, due = _PASSED, _MARKED, _SINCE, _AHEAD, _DUE
-
-    def run(pace: int, stream: int, nbytes: int) -> int:
-        code, looks, state = 0, 0, np.zeros(words, np.int64)
-        at = state.ctypes.data
-        fetch(at, pace, 8 * words)
-        state[since] += nbytes
-        if state[since] >= state[due]:
-            state[marked], state[since] = state[marked] + 1, 0
-            code = write(stream, pace, state[marked] & low, 0)
-            while code == 0 and ((state[marked] - state[passed]) & low) >= state[ahead] and looks < naps:
-                rest(nap_us)
-                fetch(at, pace, 8)
-                looks += 1
-        fetch(pace + 8 * marked, at + 8 * marked, 16)
-        return code
 
     return run
 
@@ -249,7 +208,7 @@ def _copies(
 
 def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    hand_over = _handing(calls, attributes, _paced(calls))
+    hand_over = _handing(calls, attributes, pacing(calls))
     by_piece = _copies(calls, _unbroken, hand_over)
 
     def run(
@@ -285,7 +244,7 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
 
 def _counting(calls: Calls) -> Callable[[int, int, int], int]:
     """(stream, tally, number) -> error code: the device counts a batch, and whoever listens hears that it will."""
-    write, fetch, ring, low, handed, bell = calls.write, calls.fetch, calls.ring, _LOW, HANDED, BELL
+    write, fetch, ring, low, handed, bell = calls.write, calls.fetch, calls.ring, LOW, HANDED, BELL
 
     def run(stream: int, tally: int, number: int) -> int:
         code, told = write(stream, tally, number & low, 0), np.empty(2, np.int64)
@@ -383,13 +342,24 @@ def _loop(calls: Calls, batches: Act, launches: Act, code_of: CodeOf, note: Act)
     return run
 
 
-def _attending(calls: Calls, loop: Callable[..., None]) -> Callable[[Ints, int], None]:
+def _attending(calls: Calls, loop: Callable[..., None], most_looks: int) -> Callable[[Ints, int], None]:
     """See `Issue.attend`."""
-    fetch, hear, width, laid = calls.fetch, calls.hear, WIDTH, LAID
+    fetch, ring, hear, width = calls.fetch, calls.ring, calls.hear, WIDTH
+    read, put, laid = 1, PUT, LAID
 
     def attend(desk: Ints, nth: int) -> None:
-        while hear(desk[0], desk.ctypes.data + 8, 8) < 0 <= desk[0]:
-            pass  # a signal
+        looks, at, seen = 0, desk.ctypes.data, np.zeros(2, np.int64)
+        while desk[0] >= 0:
+            fetch(seen.ctypes.data, at + 8 * put, 16)
+            if seen[0] > nth:
+                seen[0] = 1
+                ring(desk[0], seen.ctypes.data, 8)  # what was put before is seen behind a call of the system's,
+                hear(desk[0], at + 8 * read, 8)  # and nothing is left to hear
+                break
+            if seen[1] > nth and looks < most_looks:
+                looks += 1
+            else:
+                hear(desk[0], at + 8 * read, 8)
         if desk[laid] == nth:
             first, rows, seams = desk[laid + 1], desk[laid + 3], desk[laid + 5]
             table, cuts = np.empty((rows, width), np.int64), np.empty(seams, np.int64)

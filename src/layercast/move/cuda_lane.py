@@ -34,7 +34,7 @@ GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEE
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model. Over NVLink
 as many as an H100 has cores: 64 reach 0.9 of what these do, and take the cores for longer."""
 PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 16 << 20)}
-"""Marks ahead, at most, and bytes from mark to mark (see `cuda_issue`): as little under way as keeps a link busy while
+"""Marks ahead, at most, and bytes from mark to mark (see `cuda_pace`): as little under way as keeps a link busy while
 a thread writes the next program, 1 ms; from the device, where nobody waits for the next, 0.6 ms. A mark costs 4 us."""
 TABLES = 8
 """Programs under way at a time that use the kernel; one more waits for the first to end."""

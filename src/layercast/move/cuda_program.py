@@ -45,7 +45,7 @@ class Program:
     _series: dict[int, tuple[Series, tuple[int, ...], int]] = field(default_factory=dict)
     """By their id: where their arrays and their shifts lie."""
     pace: int = 0
-    """Address of the pace that copies keep (see `cuda_issue`); 0 = none."""
+    """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
 
     def table(self) -> Ints:
         """The rows as an int64 array [rows, WIDTH]."""

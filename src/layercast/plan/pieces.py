@@ -38,7 +38,7 @@ class Pieces(msgspec.Struct, frozen=True, eq=False):
     shift: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
-        return len(self.table[0])
+        return int(self.table.shape[1])
 
     @property
     def source(self) -> Ints:
