@@ -1,3 +1,4 @@
+import os
 import resource
 import threading
 import time
@@ -323,6 +324,21 @@ def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
     assert any(heard)
     assert not bell.heard(0)
     bell.close()
+
+
+def test_a_bell_that_was_given_back_rings_no_file_that_has_its_number_by_now(device):
+    bell = Bell(device.calls.ring, sleeping=False)
+    number = bell.file
+    bell.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, number)
+    try:
+        bell.ring()
+        with pytest.raises(BlockingIOError):
+            os.read(other, 8)
+    finally:
+        for file in {other, number}:
+            os.close(file)
 
 
 def test_a_system_without_another_file_says_what_to_raise(device):

@@ -16,7 +16,7 @@ class Bell:
     """Rung by any thread; all rings are heard at once: by a loop that sleeps until there is one (`sleeping`), or by
     `heard`."""
 
-    __slots__ = ("_one", "_ring", "file")
+    __slots__ = ("_one", "_ring", "file", "one")
 
     def __init__(self, ring: Call, *, sleeping: bool) -> None:
         if not hasattr(os, "eventfd"):
@@ -27,14 +27,11 @@ class Bell:
             raise Refused(f"no event file for a GPU's threads ({error}); raise the limit of open files") from error
         self._ring = ring
         self._one = ctypes.c_uint64(1)
-
-    @property
-    def one(self) -> int:
+        self.one = ctypes.addressof(self._one)
         """The address of what is written to the file to ring it: 8 bytes."""
-        return ctypes.addressof(self._one)
 
     def ring(self) -> None:
-        """Wake who listens, or will. Keeps the interpreter lock."""
+        """Wake who listens, or will. Keeps the interpreter lock. Rings nothing once closed."""
         self._ring(self.file, self.one, 8)
 
     def heard(self, timeout_s: float) -> bool:
@@ -48,5 +45,6 @@ class Bell:
         return rung
 
     def close(self) -> None:
-        """Give the file back; nobody rings or listens any more."""
-        os.close(self.file)
+        """Give the file back; nobody listens any more. Its number may be another file's from now on."""
+        file, self.file = self.file, -1
+        os.close(file)
