@@ -50,10 +50,10 @@ class _Clock:
 
     def __init__(self, run: Run) -> None:
         self._run, self._driver = run, run.here.device.driver
-        self._flag = self._driver.host_memory(4)
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for event in self._first, self._last:
             event.record()  # makes it
+        self._flag = self._driver.host_memory(4)
 
     def ms(self, mover: CudaMover) -> float:
         """ms from an event right before the order to one behind the flag that the device sets behind the last copy."""
@@ -69,7 +69,8 @@ class _Clock:
         return float(self._first.elapsed_time(self._last))
 
     def close(self) -> None:
-        """Give the flag back."""
+        """Give the flag back, set, so that a stream whose copies were never ordered waits no longer."""
+        words_at(self._flag, 1)[0] = 1
         torch.cuda.synchronize()
         self._driver.drop_host_memory(self._flag)
 
