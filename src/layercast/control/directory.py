@@ -160,7 +160,7 @@ class Directory:
 
     def saves(self, keys: Sequence[Keys]) -> bool:
         """Whether any of some keys of each group is being saved."""
-        return any(not shelf.saving.keys().isdisjoint(some) for shelf, some in self._by_group(keys))
+        return any(shelf.saving and not shelf.saving.keys().isdisjoint(some) for shelf, some in self._by_group(keys))
 
     @property
     def idle(self) -> bool:

@@ -384,7 +384,7 @@ class SchedulerSide:
     def _coming(self, chains: Sequence[Chain], there: Sequence[Sequence[bool]]) -> bool:
         """Whether any block is being saved that was looked for and is not there: else a second look finds no more."""
         every = zip(self.specs, chains, there, strict=True)
-        asked = [chain.known[0 if spec.kind in BOUNDED else len(has) :] for spec, chain, has in every]
+        asked = [chain.known if spec.kind in BOUNDED else chain.known[len(has) :] for spec, chain, has in every]
         return self.directory.saves(asked)
 
     def _there(
