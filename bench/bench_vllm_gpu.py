@@ -28,10 +28,14 @@ import sys
 import time
 from pathlib import Path
 
+from layercast.bench.results import interval
+
 HERE = Path(__file__).parent
 SHAPES = [(2048, 256), (8192, 512), (8192, 2048), (30000, 1024)]
 HOST_BYTES = 20 << 30
 ARRIVALS = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96}
+ROUNDS = 12
+"""In which two engines take turns: a host is fast and slow by turns of seconds, so that few long rounds say little."""
 BLOCKS = 6200
 """Of 16 tokens: 99,200 tokens of GPU cache in every engine."""
 KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
@@ -159,18 +163,33 @@ def in_turn(engines, rounds, order):
 
 
 def compared(every):
-    """Median of each engine's times, their ratio, and the spread of the baseline's own halves."""
+    """Median and mean of each engine's times and their ratios; the ratio of medians round by round, its middle one and
+    95 % interval; the spread of the baseline's own halves."""
+    base, other = list(every)
     medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
     means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
-    base, other = list(every)
     halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
+    pairs = zip(every[base], every[other], strict=True)
+    ratios = [statistics.median(theirs) / statistics.median(plain) for plain, theirs in pairs]
     return {
         "median_ms": {name: round(1e3 * value, 4) for name, value in medians.items()},
         "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
         "ratio_of_medians": round(medians[other] / medians[base], 4),
         "ratio_of_means": round(means[other] / means[base], 4),
+        "ratio_by_rounds": paired(ratios),
         "off_against_off": round(max(halves) / min(halves), 4),
         "times": sum(len(times) for times in every[other]),
+    }
+
+
+def paired(ratios):
+    """The middle one of some ratios, its 95 % interval, and all of them."""
+    low, high = interval(ratios)
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "all": [round(ratio, 4) for ratio in ratios],
     }
 
 
@@ -285,17 +304,16 @@ def together(engines, args, results):
             results.put("first", str(prefix), compared(every))
     for batch in args.batches if "decode" in args.phases else ():
         if not results.over:
-            every = in_turn(engines, 4, {"do": "decode", "batch": batch, "steps": 260})
+            every = in_turn(engines, ROUNDS, {"do": "decode", "batch": batch, "steps": 90})
             results.put("decode", str(batch), compared(every))
     if "loop" in args.phases and not results.over:
         every = {engine.name: [] for engine in engines}
-        for seed, engine in turns(engines, 6):
-            every[engine.name].append(engine("loop", batch=256, seconds=3.0, seed=seed)["tokens_per_s"])
+        for seed, engine in turns(engines, ROUNDS):
+            every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
         base, other = every.values()
-        ratios = sorted(theirs / plain for plain, theirs in zip(base, other, strict=True))
+        ratios = [theirs / plain for plain, theirs in zip(base, other, strict=True)]
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        spread = {"median": round(statistics.median(ratios), 4), "least": round(ratios[0], 4)}
-        results.put("loop", "256", {"tokens_per_s": rounded, "ratios": {**spread, "greatest": round(ratios[-1], 4)}})
+        results.put("loop", "256", {"tokens_per_s": rounded, "ratio_by_rounds": paired(ratios)})
 
 
 def measured(engines, args, results):
