@@ -28,10 +28,14 @@ import sys
 import time
 from pathlib import Path
 
+from layercast.bench.results import interval
+
 HERE = Path(__file__).parent
 SHAPES = [(2048, 256), (8192, 512), (8192, 2048), (30000, 1024)]
 HOST_BYTES = 20 << 30
 ARRIVALS = {"prefixes": 16, "prefix": 8192, "new": 128, "tokens": 32, "count": 96}
+ROUNDS = 12
+"""In which two engines take turns: a host is fast and slow by turns of seconds, so that few long rounds say little."""
 BLOCKS = 6200
 """Of 16 tokens: 99,200 tokens of GPU cache in every engine."""
 KV_BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2
@@ -159,18 +163,71 @@ def in_turn(engines, rounds, order):
 
 
 def compared(every):
-    """Median of each engine's times, their ratio, and the spread of the baseline's own halves."""
+    """Median and mean of each engine's times and their ratios; the ratio of medians round by round, its middle one and
+    95 % interval; the spread of the baseline's own halves."""
+    base, other = list(every)
     medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
     means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
-    base, other = list(every)
     halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
+    pairs = zip(every[base], every[other], strict=True)
+    ratios = [statistics.median(theirs) / statistics.median(plain) for plain, theirs in pairs]
     return {
         "median_ms": {name: round(1e3 * value, 4) for name, value in medians.items()},
         "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
         "ratio_of_medians": round(medians[other] / medians[base], 4),
         "ratio_of_means": round(means[other] / means[base], 4),
+        "ratio_by_rounds": paired(ratios),
         "off_against_off": round(max(halves) / min(halves), 4),
         "times": sum(len(times) for times in every[other]),
+    }
+
+
+def paired(ratios):
+    """The middle one of some ratios, its 95 % interval, and all of them."""
+    low, high = interval(ratios)
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "all": [round(ratio, 4) for ratio in ratios],
+    }
+
+
+def spread(values):
+    """Median, least and greatest, in ms."""
+    ms = sorted(1e3 * value for value in values)
+    return {
+        "median_ms": round(statistics.median(ms), 3),
+        "min_ms": round(ms[0], 3),
+        "max_ms": round(ms[-1], 3),
+        "reps": len(ms),
+    }
+
+
+def joined(rounds):
+    """An engine's answers to the same order as one, list by list."""
+    return {key: [value for found in rounds for value in found[key]] for key in rounds[0]}
+
+
+def hits_of(rounds):
+    """What `hits` has found over all rounds; a median of each kind, and what was cached."""
+    found = joined(rounds)
+    facts = {kind: spread(found[kind]) for kind in ("cold", "hit", "in_gpu") if found[kind]}
+    facts["cached"] = sorted(set(map(tuple, found["cached"])))
+    return {**facts, "missed": found["missed"]} if found["missed"] else facts
+
+
+def mixed_of(rounds):
+    """What `mixed` has found over all rounds: of the gaps between tokens, in ms, and of the hits' TTFT."""
+    found, rank = joined(rounds), [sorted(1e3 * gap for gap in found["gaps"]) for found in rounds]
+    gaps = sorted(gap for gaps in rank for gap in gaps)
+    return {
+        "itl": {"p50_ms": gaps[len(gaps) // 2], "p99_ms": gaps[int(0.99 * len(gaps))], "max_ms": gaps[-1]},
+        "p99_ms of each round": [round(gaps[int(0.99 * len(gaps))], 3) for gaps in rank],
+        "slowest_ms": [round(gap, 2) for gap in gaps[:-31:-1]],
+        "steps": len(gaps),
+        "ttft": spread(found["ttft"]),
+        "cached": sorted(set(found["cached"])),
     }
 
 
@@ -183,29 +240,42 @@ def alone(engine, args, results):
         engine("troubles")  # that one was lost on purpose
     if "sound" in phases and ours:
         results.put("sound", name, engine("sound", seeds=[1, 2, 3], rate=25, **ARRIVALS))
-    for shape in args.shapes if "hits" in phases and not results.over else ():
-        prefix, new = map(int, shape.split("+"))
-        settle = 0.3 if prefix < 20000 else 0.8
-        order = {"prefix": prefix, "new": new, "reps": args.reps, "wishes": {"load": True} if ours else None}
-        results.put("hits", f"{name} {shape}", engine("hits", settle=settle, **order))
-        if ours and (troubles := engine("troubles")):
-            results.put("troubles", f"{name} {shape}", troubles)
     for name_of_way in args.ways if ours and not results.over else ():
         results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
         for shape in args.shapes:
             prefix, new = map(int, shape.split("+"))
             key, order = f"{name} {name_of_way} {shape}", {"prefix": prefix, "new": new, "reps": args.reps}
-            results.put("ways", key, engine("hits", settle=0.3 if prefix < 20000 else 0.8, **order))
+            results.put("ways", key, hits_of([engine("hits", settle=0.3 if prefix < 20000 else 0.8, **order)]))
     if args.ways and ours:
         engine("way", way="measured")
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
         for batch in args.batches:
             results.put("hooks", f"{name} decode {batch}", engine("decode_hooks", batch=batch, steps=100))
-    if "mixed" in phases and name != "recompute" and not results.over:
-        results.put("mixed", name, engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
-    if ours:
-        results.put("troubles", f"{name} mixed", engine("troubles"))
+
+
+def every_in_turn(engines, args, results):
+    """The phases in which all engines take turns, so that the host's good and bad moments are everybody's."""
+    for shape in args.shapes if "hits" in args.phases and not results.over else ():
+        prefix, new = map(int, shape.split("+"))
+        order = {"prefix": prefix, "new": new, "reps": args.reps // 3, "settle": 0.3 if prefix < 20000 else 0.8}
+        rounds = {engine.name: [] for engine in engines}
+        for _, engine in turns(engines, 3):
+            ours = engine.name.startswith("layercast")
+            rounds[engine.name].append(engine("hits", wishes={"load": True} if ours else None, **order))
+        for engine in engines:
+            results.put("hits", f"{engine.name} {shape}", hits_of(rounds[engine.name]))
+            if engine.name.startswith("layercast") and (troubles := engine("troubles")):
+                results.put("troubles", f"{engine.name} {shape}", troubles)
+    if "mixed" in args.phases and not results.over:
+        rivals = [engine for engine in engines if engine.name != "recompute"]
+        rounds = {engine.name: [] for engine in rivals}
+        for _, engine in turns(rivals, 2):
+            rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
+        for engine in rivals:
+            results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
+            if engine.name.startswith("layercast"):
+                results.put("troubles", f"{engine.name} mixed", engine("troubles"))
 
 
 def arrivals(engines, args, results):
@@ -234,17 +304,16 @@ def together(engines, args, results):
             results.put("first", str(prefix), compared(every))
     for batch in args.batches if "decode" in args.phases else ():
         if not results.over:
-            every = in_turn(engines, 4, {"do": "decode", "batch": batch, "steps": 260})
+            every = in_turn(engines, ROUNDS, {"do": "decode", "batch": batch, "steps": 90})
             results.put("decode", str(batch), compared(every))
     if "loop" in args.phases and not results.over:
         every = {engine.name: [] for engine in engines}
-        for seed, engine in turns(engines, 6):
-            every[engine.name].append(engine("loop", batch=256, seconds=3.0, seed=seed)["tokens_per_s"])
+        for seed, engine in turns(engines, ROUNDS):
+            every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
         base, other = every.values()
-        ratios = sorted(theirs / plain for plain, theirs in zip(base, other, strict=True))
+        ratios = [theirs / plain for plain, theirs in zip(base, other, strict=True)]
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        spread = {"median": round(statistics.median(ratios), 4), "least": round(ratios[0], 4)}
-        results.put("loop", "256", {"tokens_per_s": rounded, "ratios": {**spread, "greatest": round(ratios[-1], 4)}})
+        results.put("loop", "256", {"tokens_per_s": rounded, "ratio_by_rounds": paired(ratios)})
 
 
 def measured(engines, args, results):
@@ -268,8 +337,10 @@ def measured(engines, args, results):
             alone(engine, args, results)
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
+    alive = [engine for engine in alive if not engine.dead]
+    every_in_turn(alive, args, results)
     if "poisson" in args.phases:
-        arrivals([engine for engine in alive if not engine.dead and engine.name != "recompute"], args, results)
+        arrivals([engine for engine in alive if engine.name != "recompute"], args, results)
     for engine in engines:
         engine.end()
 
@@ -287,7 +358,7 @@ def main():
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
     parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits by these too")
-    parser.add_argument("--reps", type=int, default=9)
+    parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, in three rounds")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no phase after so long")

@@ -26,12 +26,6 @@ def median(values):
     return statistics.median(values) if values else None
 
 
-def spread(values):
-    """Median, least and greatest, in ms."""
-    ms = sorted(1e3 * value for value in values)
-    return {"median_ms": round(median(ms), 3), "min_ms": round(ms[0], 3), "max_ms": round(ms[-1], 3), "reps": len(ms)}
-
-
 def part(values, share):
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -72,6 +66,8 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.device = next(self.runner.model.parameters()).device
         self.draw, self.number = torch.Generator().manual_seed(case.get("seed", 1)), 0
+        self.bases = {}
+        """Shape of hits to the prefixes that were seen for them."""
         self.block_size = self.core.vllm_config.cache_config.block_size
         self.vocabulary = self.core.vllm_config.model_config.get_vocab_size()
         self.up_s = time.perf_counter() - start
@@ -135,14 +131,16 @@ class Engine:
     # ---- orders ----
 
     def hits(self, prefix, new, reps, settle=0.5, wishes=None):
-        """First sight of a prefix, a hit behind it from the connector, and one from GPU memory.
+        """Hits behind prefixes from the connector, then from GPU memory; first sights of these the first time.
 
-        missed: what layercast says of hits that were none, where `wishes` ask it.
+        Seconds of each: cold, hit, in_gpu. cached: tokens that the two kinds of hits had. missed: what layercast says
+        of hits that were none, where `wishes` ask it.
         """
-        cold, warm, near, cached, bases, missed = [], [], [], set(), [], []
-        for _ in range(min(3, reps)):
+        found = {"cold": [], "hit": [], "in_gpu": [], "cached": [], "missed": []}
+        bases = self.bases.setdefault(f"{prefix}+{new}", [])
+        while len(bases) < 3:
             bases.append(self.tokens(prefix))
-            cold.append(self.answer(bases[-1])[0])
+            found["cold"].append(self.answer(bases[-1])[0])
             self.settle(settle)
         for number in range(reps + 1):
             base = bases[number % len(bases)]
@@ -150,12 +148,11 @@ class Engine:
             seconds, reply = self.answer([*base, *self.tokens(new)], wishes=wishes)
             again, same = self.answer([*base, *self.tokens(new)])
             if number:  # the first warms up
-                warm.append(seconds)
-                near.append(again)
-                cached.add((reply.num_cached_tokens, same.num_cached_tokens))
-                missed += [reply.kv_transfer_params] if not reply.num_cached_tokens else []
-        facts = {"cold": spread(cold), "hit": spread(warm), "in_gpu": spread(near), "cached": sorted(cached)}
-        return {**facts, "missed": missed} if missed else facts
+                found["hit"].append(seconds)
+                found["in_gpu"].append(again)
+                found["cached"].append((reply.num_cached_tokens, same.num_cached_tokens))
+                found["missed"] += [reply.kv_transfer_params] if not reply.num_cached_tokens else []
+        return found
 
     def cold(self, prefix, reps):
         """First sights: seconds of each."""
@@ -210,7 +207,7 @@ class Engine:
         return {"tokens_per_s": counted / (stamps[-1] - stamps[0]), "seconds": times}
 
     def mixed(self, running, prefix, new, count, every_s):
-        """Inter-token times of `running` decodes while a hit arrives each `every_s` seconds, and the hits' TTFT."""
+        """Seconds between tokens of `running` decodes while a hit arrives each `every_s` seconds; the hits' TTFT."""
         bases = [self.tokens(prefix) for _ in range(count)]
         for base in bases:
             self.answer(base)
@@ -246,13 +243,7 @@ class Engine:
             self.engine.step()
         self.settle(0.5)
         self.forget()
-        return {
-            "itl": {"p50_ms": 1e3 * part(gaps, 0.5), "p99_ms": 1e3 * part(gaps, 0.99), "max_ms": 1e3 * max(gaps)},
-            "slowest_ms": [round(1e3 * gap, 2) for gap in sorted(gaps)[:-31:-1]],
-            "steps": len(gaps),
-            "ttft": spread(list(first.values())),
-            "cached": sorted(set(cached)),
-        }
+        return {"gaps": gaps, "ttft": list(first.values()), "cached": cached}
 
     def poisson(self, prefixes, prefix, new, tokens, count, rate, seed):
         """TTFT and tokens/s of `count` requests over some prefixes, at Poisson arrivals; rate 0: as fast as it can."""
