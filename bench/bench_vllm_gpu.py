@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from layercast.bench.results import interval
@@ -147,11 +148,24 @@ class Results:
         return time.monotonic() > self.until
 
 
+@contextmanager
+def on_core(engine, number):
+    """The engine's own thread works on one core, by the number of a round, meanwhile.
+
+    A core may be half as fast as another for seconds, and an engine that is left on it looks slow.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    engine("move", core=cores[(1 + 3 * number) % len(cores)])
+    yield
+    engine("move", core=None)
+
+
 def turns(engines, rounds):
-    """(round, engine), engine after engine, every other round the other way round."""
+    """(round, engine), engine after engine on one core, every other round the other way round."""
     for number in range(rounds):
         for engine in engines if number % 2 == 0 else reversed(engines):
-            yield number, engine
+            with on_core(engine, number):
+                yield number, engine
 
 
 def in_turn(engines, rounds, order):
@@ -287,7 +301,8 @@ def arrivals(engines, args, results):
         first = nth % len(engines)
         for engine in engines[first:] + engines[:first]:
             if not results.over:
-                found = engine(**order, rate=rate, seed=int(seed))
+                with on_core(engine, nth):
+                    found = engine(**order, rate=rate, seed=int(seed))
                 results.put("poisson", f"{engine.name} rate {rate:g} seed {seed:g}", found)
     for engine in engines:
         if engine.name.startswith("layercast"):

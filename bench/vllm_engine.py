@@ -66,6 +66,7 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.device = next(self.runner.model.parameters()).device
         self.draw, self.number = torch.Generator().manual_seed(case.get("seed", 1)), 0
+        self.cores = os.sched_getaffinity(0)
         self.bases = {}
         """Shape of hits to the prefixes that were seen for them."""
         self.block_size = self.core.vllm_config.cache_config.block_size
@@ -129,6 +130,10 @@ class Engine:
         self.idle()
 
     # ---- orders ----
+
+    def move(self, core):
+        """Go on with this thread on that processor core; null: on those of the start."""
+        os.sched_setaffinity(0, self.cores if core is None else {core})
 
     def hits(self, prefix, new, reps, settle=0.5, wishes=None):
         """Hits behind prefixes from the connector, then from GPU memory; first sights of these the first time.

@@ -26,7 +26,6 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
-from layercast.plan.batches import windows_of
 from layercast.plan.pieces import CopyPlan, Pieces, Route, Series, route_between
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
@@ -148,14 +147,14 @@ class Ground:
         """The slab's address."""
         return self.slab.layout.groups[0].planes_of(0)[0].base
 
-    def step(self, *, up: bool, tokens: int | None = None, halves: bool = False, window: int = 1) -> Series:
+    def step(self, *, up: bool, tokens: int | None = None, halves: bool = False) -> Series:
         """Plan a step as a worker does: its pieces, and where they lie in each layer. tokens: the first so many.
 
-        halves: K and V of a block as two pieces each that lie apart. window: layers in a part.
+        halves: K and V of a block as two pieces each that lie apart.
         """
         count = self.blocks if tokens is None else max(1, tokens // self.shape.block)
         ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
-        series = in_parts(self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots), window)
+        series = layer_by_layer(self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots))
         return msgspec.structs.replace(series, pieces=_halves(series.pieces)) if halves else series
 
     def wanted(self, layer: int) -> npt.NDArray[np.int32]:
@@ -287,9 +286,9 @@ def engine_layout(shape: Shape, pools: Sequence[torch.Tensor]) -> Layout:
     return layout_of([GroupSpec("full", GroupKind.FULL, shape.block, tuple(range(shape.layers)))], planes)
 
 
-def in_parts(plan: CopyPlan, window: int = 1) -> Series:
-    """What a plan moves, so many layers a turn; for layers that are alike, and windows that are."""
-    ((_, series, _),) = plan.series(windows_of(plan.layers, window))
+def layer_by_layer(plan: CopyPlan) -> Series:
+    """What a plan moves, one layer a turn; for layers that are alike."""
+    ((_, series, _),) = plan.series(tuple((layer,) for layer in plan.layers))
     return series
 
 

@@ -12,7 +12,6 @@ import torch
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, timed_in_turn
 from layercast.bench.rivals import Rival, rivals
-from layercast.flow.batches import SAVE_PARTS
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.plan.pieces import Series
@@ -22,7 +21,6 @@ PRODUCTS = 300
 TIMES = 3
 """Times that all blocks move beside them."""
 DIRECTIONS = {"host to device": True, "device to host": False}
-"""And whether that is up."""
 
 
 def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bool = False) -> Iterator[Table]:
@@ -43,32 +41,27 @@ def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bo
         for name, up in DIRECTIONS.items():
             ways = _ways(here, movers, others, up=up)
             if not brief:
-                halves = _step(here, up=up, halves=True)
-                ways["layercast, Python loop"] = whole(mover(plain=True), _step(here, up=up))
+                halves = here.step(up=up, halves=True)
+                ways["layercast, Python loop"] = whole(mover(plain=True), here.step(up=up))
                 ways |= {f"{each}, K and V apart": whole(way, halves) for each, way in movers.items()}
             yield quiet(here, f"{name}, {about}", ways, repeats, checks, absent)
         for name, up in DIRECTIONS.items():
             ways = _ways(here, movers, others, up=up)
             ways.pop("one copy a block", None)
             if not brief:
-                ways["layercast, K and V apart"] = whole(movers["layercast"], _step(here, up=up, halves=True))
+                ways["layercast, K and V apart"] = whole(movers["layercast"], here.step(up=up, halves=True))
             yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, absent)
 
 
 def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], *, up: bool) -> dict[str, Start]:
     """The limit, what movers do, and what rivals do."""
-    step = _step(here, up=up)
+    step = here.step(up=up)
     ways = {name: whole(mover, step) for name, mover in movers.items()}
     return {
         "contiguous": here.contiguous(up=up),
         **ways,
         **{name: rival.start(up=up) for name, rival in others.items()},
     }
-
-
-def _step(here: Ground, *, up: bool, halves: bool = False) -> Series:
-    """In the parts in which an engine has it moved: a layer each to the device, a few layers each from it."""
-    return here.step(up=up, halves=halves, window=1 if up else -(-here.shape.layers // SAVE_PARTS))
 
 
 def whole(mover: CudaMover, step: Series) -> Start:
@@ -84,12 +77,12 @@ def whole(mover: CudaMover, step: Series) -> Start:
 def bit_equal(here: Ground, mover: CudaMover) -> bool:
     """Whether a load and a save bring every bit."""
     here.blank()
-    mover.submit_all([_step(here, up=True)])[0].wait(SOON_S)
+    mover.submit_all([here.step(up=True)])[0].wait(SOON_S)
     if not here.arrived():
         return False
     kept = here.host.copy()
     here.host[:] = 0
-    mover.submit_all([_step(here, up=False)])[0].wait(SOON_S)
+    mover.submit_all([here.step(up=False)])[0].wait(SOON_S)
     same = bool(np.array_equal(kept, here.host))
     here.host[:] = kept
     return same

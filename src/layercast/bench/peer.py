@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground, in_parts
+from layercast.bench.ground import Device, Ints, Shape, engine_layout, ground, layer_by_layer
 from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, spread, timed_in_turn
 from layercast.move.costs import Way
@@ -44,7 +44,7 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     from_, to = choose.permutation(size[0])[:blocks], choose.permutation(size[0])[:blocks]
     groups = [engine_layout(shape, pools).groups[0] for pools in (sources, targets)]
     plan = route_between(groups[0], groups[1]).plan(from_.tolist(), to.tolist())
-    step = in_parts(plan)
+    step = layer_by_layer(plan)
     movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
     torch.cuda.set_device(device.number)
     ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}
