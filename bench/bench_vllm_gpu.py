@@ -208,14 +208,9 @@ def paired(ratios):
 
 
 def spread(values):
-    """Median, least and greatest, in ms."""
-    ms = sorted(1e3 * value for value in values)
-    return {
-        "median_ms": round(statistics.median(ms), 3),
-        "min_ms": round(ms[0], 3),
-        "max_ms": round(ms[-1], 3),
-        "reps": len(ms),
-    }
+    """Median, least and greatest, and all of them as they came, in ms."""
+    ms = [round(1e3 * value, 3) for value in values]
+    return {"median_ms": statistics.median(ms), "min_ms": min(ms), "max_ms": max(ms), "reps": len(ms), "all_ms": ms}
 
 
 def joined(rounds):
