@@ -273,9 +273,12 @@ def every_in_turn(engines, args, results):
             ours = engine.name.startswith("layercast")
             rounds[engine.name].append(engine("hits", wishes={"load": True} if ours else None, **order))
         for engine in engines:
-            results.put("hits", f"{engine.name} {shape}", hits_of(rounds[engine.name]))
-            if engine.name.startswith("layercast") and (troubles := engine("troubles")):
-                results.put("troubles", f"{engine.name} {shape}", troubles)
+            found = hits_of(rounds[engine.name])
+            if engine.name.startswith("layercast"):
+                found["load_ms"] = engine("loads", count=args.reps)
+                if troubles := engine("troubles"):
+                    results.put("troubles", f"{engine.name} {shape}", troubles)
+            results.put("hits", f"{engine.name} {shape}", found)
     if "mixed" in args.phases and not results.over:
         rivals = [engine for engine in engines if engine.name != "recompute"]
         rounds = {engine.name: [] for engine in rivals}

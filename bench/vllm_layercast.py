@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from layercast.errors import Missing
+from layercast.flow.orders import LoadOutcome
 from layercast.landing import Landing
 from layercast.move import cuda_lane
 from layercast.move.costs import Way, only
@@ -55,6 +56,11 @@ class Ours:
             "settings": {name: getattr(hooks.config, name) for name in hooks.config.__struct_fields__},
             "block_bytes": [group.block_bytes for group in hooks._worker.ways.slab.layout.groups],
         }
+
+    def loads(self, count):
+        """ms from the first byte to the last of the last loads."""
+        ended = [outcome for outcome in self.scheduler_side.outcomes if isinstance(outcome, LoadOutcome)]
+        return [round(1e3 * load.transfer_s, 2) for load in ended[-count:]]
 
     @contextmanager
     def timed(self):
