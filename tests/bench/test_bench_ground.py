@@ -1,14 +1,21 @@
 import mmap
-from contextlib import closing
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from host_device import HostDevice
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from layercast.bench import ground as room  # noqa: E402
 from layercast.bench.ground import Ground, Shape, engine_layout, huge_bytes  # noqa: E402
+from layercast.bench.overlap import Run  # noqa: E402
 from layercast.bench.rivals import Rival, rivals  # noqa: E402
+from layercast.flow import batches  # noqa: E402
+from layercast.move.cuda import CudaMover  # noqa: E402
+from layercast.move.cuda_driver import DEVICE, HOST  # noqa: E402
+from layercast.move.cuda_issue import plain_issue  # noqa: E402
 from layercast.move.cuda_ways import rows_of  # noqa: E402
 from layercast.plan.pieces import route_between  # noqa: E402
 from layercast.store.slab import Slab, slab_bytes  # noqa: E402
@@ -18,6 +25,12 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, width=8, hidden=32, inner=64, block
 
 def pools(blocks):
     return [torch.zeros(blocks, SHAPE.block_bytes // 2, dtype=torch.bfloat16) for _ in range(SHAPE.layers)]
+
+
+@contextmanager
+def closing_soon(mover):
+    yield mover
+    mover.close(10.0)
 
 
 def test_a_pool_is_registered_as_whole_blocks():
@@ -99,3 +112,27 @@ def test_a_rival_that_is_missing_or_broken_or_wrong_is_named_and_the_others_run(
         "sgl-kernel transfer_kv": "does not work here (RuntimeError: no kernel image)",
         "LMCache layerwise": "does not work here (AssertionError: it does not say why)",
     }
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 30])
+@pytest.mark.parametrize("tokens", [None, 8])
+def test_what_is_saved_as_a_worker_saves_it_is_every_layer_of_the_first_tokens(monkeypatch, tokens, at_once):
+    monkeypatch.setattr(batches, "AT_ONCE_BYTES", at_once)
+    made, count = pools(6), 6 if tokens is None else tokens // SHAPE.block
+    for pool in made:
+        pool.copy_(torch.rand(pool.shape))
+    engine, device = engine_layout(SHAPE, made), HostDevice()
+    for pool in made:
+        device.memory[pool.data_ptr()] = (DEVICE, pool.numel() * 2, pool)
+    with closing(Slab.create(engine, slab_bytes(engine, (6,)))) as slab:
+        device.memory[np.frombuffer(slab.owner, np.uint8).ctypes.data] = (HOST, len(slab.owner), None)
+        ids, slots = np.array([4, 0, 5, 2, 3, 1]), np.array([3, 1, 0, 4, 2, 5])
+        saving = route_between(engine.groups[0], slab.layout.groups[0])
+        here = Ground(None, SHAPE, 6, made, slab, None, ids, slots, None, saving, "")
+        with closing_soon(CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1)) as mover:
+            run = SimpleNamespace(here=here, auto=mover, forward=SimpleNamespace(new=tokens), ms=lambda body: body())
+            run.layerwise = lambda _, written: [written(layer) for layer in range(SHAPE.layers)]
+            Run.saving(run)
+        for n, pool in enumerate(made):
+            assert np.array_equal(here.wanted(n)[:count], pool.view(torch.int32).numpy()[ids[:count]])
+            assert not here.wanted(n)[count:].any()

@@ -19,6 +19,7 @@ import torch
 
 from layercast.bench.results import SOON_S, Start
 from layercast.errors import Refused
+from layercast.flow.batches import saved_together
 from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_costs import prefer_measured
@@ -26,6 +27,7 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
+from layercast.plan.batches import windows_of
 from layercast.plan.pieces import CopyPlan, Pieces, Route, Series, route_between
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
@@ -148,14 +150,31 @@ class Ground:
         return self.slab.layout.groups[0].planes_of(0)[0].base
 
     def step(self, *, up: bool, tokens: int | None = None, halves: bool = False) -> Series:
-        """Plan a step as a worker does: its pieces, and where they lie in each layer. tokens: the first so many.
+        """Plan a step layer by layer, as a worker does to load: its pieces, and where they lie in each layer.
 
-        halves: K and V of a block as two pieces each that lie apart.
+        tokens: the first so many. halves: K and V of a block as two pieces each that lie apart.
         """
-        count = self.blocks if tokens is None else max(1, tokens // self.shape.block)
-        ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
-        series = layer_by_layer(self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots))
+        series = layer_by_layer(self._plan(tokens, up=up))
         return msgspec.structs.replace(series, pieces=_halves(series.pieces)) if halves else series
+
+    def parts(self, tokens: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """The layers that a worker saves together, of the first so many tokens (None: of all)."""
+        layers, nbytes = self.shape.layers, self._count(tokens) * self.shape.layers * self.shape.block_bytes
+        return windows_of(tuple(range(layers)), saved_together(layers, nbytes))
+
+    def save(self, tokens: int | None = None) -> list[Pieces]:
+        """Plan a step as a worker does to save: the pieces of each of `parts`."""
+        plan = self._plan(tokens, up=False)
+        return [plan.window(part) for part in self.parts(tokens)]
+
+    def _plan(self, tokens: int | None, *, up: bool) -> CopyPlan:
+        count = self._count(tokens)
+        ids, slots = self.ids[:count].tolist(), self.slots[:count].tolist()  # as an engine hands them over
+        return self.loading.plan(slots, ids) if up else self.saving.plan(ids, slots)
+
+    def _count(self, tokens: int | None) -> int:
+        """Blocks of so many tokens."""
+        return self.blocks if tokens is None else max(1, tokens // self.shape.block)
 
     def wanted(self, layer: int) -> npt.NDArray[np.int32]:
         """What the slots hold of one layer, int32 [blocks, words], in the order of `ids`."""

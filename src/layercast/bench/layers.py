@@ -1,7 +1,7 @@
 """`layercast bench layers`: blocks between scattered places, on a quiet device and beside matrix products."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +14,7 @@ from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates
 from layercast.bench.rivals import Rival, rivals
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
-from layercast.plan.pieces import Series
+from layercast.plan.pieces import Pieces, Series
 
 PRODUCTS = 300
 """Matrix products in a row: 105 ms of an H100."""
@@ -24,7 +24,10 @@ DIRECTIONS = {"host to device": True, "device to host": False}
 
 
 def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bool = False) -> Iterator[Table]:
-    """A table a direction on a quiet device, then one a direction beside products. brief: the limit and one mover."""
+    """A table a direction on a quiet device, then one a direction beside products. brief: the limit and one mover.
+
+    To the device a layer is a part, from it a few layers are, as an engine has them moved.
+    """
     with ground(device, shape, tokens) as here, ExitStack() as stack:
 
         def mover(way: Way | None = None, *, plain: bool = False) -> CudaMover:
@@ -42,21 +45,21 @@ def layers(device: Device, shape: Shape, tokens: int, repeats: int, *, brief: bo
             ways = _ways(here, movers, others, up=up)
             if not brief:
                 halves = here.step(up=up, halves=True)
-                ways["layercast, Python loop"] = whole(mover(plain=True), here.step(up=up))
-                ways |= {f"{each}, K and V apart": whole(way, halves) for each, way in movers.items()}
+                ways["layercast, Python loop"] = whole(mover(plain=True), [here.step(up=up)])
+                ways |= {f"{each}, K and V apart": whole(way, [halves]) for each, way in movers.items()}
             yield quiet(here, f"{name}, {about}", ways, repeats, checks, absent)
         for name, up in DIRECTIONS.items():
             ways = _ways(here, movers, others, up=up)
             ways.pop("one copy a block", None)
             if not brief:
-                ways["layercast, K and V apart"] = whole(movers["layercast"], here.step(up=up, halves=True))
+                ways["layercast, K and V apart"] = whole(movers["layercast"], [here.step(up=up, halves=True)])
             yield beside(here, f"{name} beside matrix products, {about}", ways, repeats, absent)
 
 
 def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], *, up: bool) -> dict[str, Start]:
     """The limit, what movers do, and what rivals do."""
-    step = here.step(up=up)
-    ways = {name: whole(mover, step) for name, mover in movers.items()}
+    batches = [here.step(up=True)] if up else here.save()
+    ways = {name: whole(mover, batches) for name, mover in movers.items()}
     return {
         "contiguous": here.contiguous(up=up),
         **ways,
@@ -64,11 +67,11 @@ def _ways(here: Ground, movers: dict[str, CudaMover], others: dict[str, Rival], 
     }
 
 
-def whole(mover: CudaMover, step: Series) -> Start:
+def whole(mover: CudaMover, batches: Sequence[Pieces | Series]) -> Start:
     """All layers in one order."""
 
     def start() -> Callable[[], None]:
-        flight = mover.submit_all([step])[0]
+        flight = mover.submit_all(batches)[-1]
         return lambda: flight.wait(SOON_S)
 
     return start
@@ -82,7 +85,7 @@ def bit_equal(here: Ground, mover: CudaMover) -> bool:
         return False
     kept = here.host.copy()
     here.host[:] = 0
-    mover.submit_all([here.step(up=False)])[0].wait(SOON_S)
+    mover.submit_all(here.save())[-1].wait(SOON_S)
     same = bool(np.array_equal(kept, here.host))
     here.host[:] = kept
     return same

@@ -9,10 +9,12 @@ import torch
 from layercast.bench.ground import Device, Ground, Shape, ground
 from layercast.bench.model import Forward, Hook, Weights
 from layercast.bench.results import SOON_S, Table, Timeline, in_turn, ratio, spread, timed
+from layercast.move.base import Flight
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_flights import CudaFlight
 from layercast.move.cuda_gates import CudaGate
+from layercast.move.flights import HostFlight
 from layercast.plan.pieces import Series
 
 LONG = 100_000
@@ -48,7 +50,6 @@ class Run:
         self.whole = here.whole_mover()
         self.in_order = here.in_order()
         self.gate = CudaGate(device.driver)
-        self.progress = torch.zeros(here.shape.layers, dtype=torch.int32, device="cuda")
         self.contiguous = here.contiguous(up=True)
         self.ordered: list[CudaFlight] = []
         """Loads of the body that is being timed."""
@@ -147,19 +148,24 @@ class Run:
         )
 
     def saving(self) -> float:
-        """Layerwise, and what is new goes out behind each layer; ms until the forward is done."""
-        stream, driver = self.here.device.compute.cuda_stream, self.here.device.driver
-        at = [self.progress.data_ptr() + 4 * layer for layer in range(self.here.shape.layers)]
-        out = [*self.here.step(up=False, tokens=self.forward.new)]
-        saves: Sequence[CudaFlight] = ()
-        self.progress.zero_()
+        """Layerwise, and what is new is saved as a worker has it saved; ms until the forward is done."""
+        here, new, mover = self.here, self.forward.new, self.auto
+        last, marks, saves = {part[-1] for part in here.parts(new)}, list[Flight](), list[CudaFlight]()
+        handed = HostFlight()
+
+        def written(layer: int) -> None:
+            if layer in last:
+                marks.append(mover.mark())
+
+        def hand_over() -> None:
+            saves.extend(mover.submit_all(here.save(new), after=[[mark] for mark in marks]))
 
         def body() -> None:
-            nonlocal saves
-            saves = self.auto.submit_all(out, behind=at)
-            self.layerwise(self.auto, lambda n: driver.stream_writes_value(stream, at[n], 1))
+            self.layerwise(mover, written)
+            mover.aside(hand_over, lambda error: handed.land() if error is None else handed.fail(error))
 
         took = self.ms(body)
+        handed.wait(SOON_S)
         for flight in saves:
             flight.wait(SOON_S)
         return took

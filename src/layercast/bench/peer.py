@@ -48,7 +48,7 @@ def pushed(device: Device, other: Device, shape: Shape, tokens: int, repeats: in
     movers = {"layercast": device.mover(peers=[other]), "copy engine, a batch a layer": device.mover(Way.ENGINE)}
     torch.cuda.set_device(device.number)
     ways: dict[str, Start] = {"copy engine, contiguous": _contiguous(device, sources, targets, blocks)}
-    ways |= {name: whole(mover, step) for name, mover in movers.items()}
+    ways |= {name: whole(mover, [step]) for name, mover in movers.items()}
     if device.kernel is not None:
         ways |= {f"kernel, {programs} programs": _kernel(device, step, programs) for programs in PROGRAMS}
     took = timed_in_turn(ways, repeats, torch.cuda.synchronize)

@@ -23,6 +23,11 @@ SAVE_PARTS, AT_ONCE_BYTES = 8, 64 << 20
 """In how many parts a device saves a step's layers, if they are more bytes than a link carries in a millisecond."""
 
 
+def saved_together(layers: int, nbytes: int) -> int:
+    """Layers that a device saves in one part, of a step's saves of so many bytes; 0 = all."""
+    return -(-layers // SAVE_PARTS) if nbytes > AT_ONCE_BYTES else 0
+
+
 class SlabMemory(Protocol):
     """The slab as flow sees it: where slots lie, and the digests taken at saving."""
 
@@ -91,7 +96,8 @@ class Ways:
         window = self.config.layerwise_window if self.config.use_layerwise else 0
         if self.on_device and window:
             nbytes = sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
-            window = max(window, -(-len(self.layers) // SAVE_PARTS)) if nbytes > AT_ONCE_BYTES else 0
+            together = saved_together(len(self.layers), nbytes)
+            window = together and max(window, together)
         return windows_by_layer(self.layers, window)
 
     @property
