@@ -1,6 +1,7 @@
 """`layercast bench busy`: the same beside a Python thread that never sleeps, the interpreter lock being all they share.
 
 A forward of a thousand small calls takes seconds there, as each that gives the lock up waits 5 ms to have it again.
+Does not know what a layer's gate is, nor how copies are issued.
 """
 
 import threading

@@ -39,7 +39,7 @@ PUT, STIRRED, LAID, DESK_WORDS = 2, 3, 4, 12
 """Words of a desk: how many items have been put, behind it how many have been put or are on their way, and where a
 program's numbers begin; and how many words there are."""
 LOOKS = 1 << 17
-"""Looks at PUT by who has been stirred before it sleeps again: some tenths of a millisecond. A thread that sleeps is
+"""Looks at PUT by who has been stirred before it sleeps again: a millisecond or so. A thread that sleeps is
 woken in 0.1 ms, in which another has written most of a program."""
 HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
 """A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
@@ -360,6 +360,7 @@ def _attending(calls: Calls, loop: Callable[..., None], most_looks: int) -> Call
                 looks += 1
             else:
                 hear(desk[0], at + 8 * read, 8)
+                looks = 0
         if desk[laid] == nth:
             first, rows, seams = desk[laid + 1], desk[laid + 3], desk[laid + 5]
             table, cuts = np.empty((rows, width), np.int64), np.empty(seams, np.int64)
