@@ -29,7 +29,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from layercast.bench.results import interval
+from pairs import ratios_of
 
 HERE = Path(__file__).parent
 SHAPES = [(2048, 256), (8192, 512), (8192, 2048), (30000, 1024)]
@@ -177,33 +177,20 @@ def in_turn(engines, rounds, order):
 
 
 def compared(every):
-    """Median and mean of each engine's times and their ratios; the ratio of medians round by round, its middle one and
-    95 % interval; the spread of the baseline's own halves."""
+    """Median and mean of each engine's times and their ratios; that of medians round by round, too; the spread of the
+    baseline's own halves."""
     base, other = list(every)
     medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
     means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
     halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
-    pairs = zip(every[base], every[other], strict=True)
-    ratios = [statistics.median(theirs) / statistics.median(plain) for plain, theirs in pairs]
     return {
         "median_ms": {name: round(1e3 * value, 4) for name, value in medians.items()},
         "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
         "ratio_of_medians": round(medians[other] / medians[base], 4),
         "ratio_of_means": round(means[other] / means[base], 4),
-        "ratio_by_rounds": paired(ratios),
+        "by_rounds": ratios_of(*(list(map(statistics.median, every[name])) for name in (other, base))),
         "off_against_off": round(max(halves) / min(halves), 4),
         "times": sum(len(times) for times in every[other]),
-    }
-
-
-def paired(ratios):
-    """The middle one of some ratios, its 95 % interval, and all of them."""
-    low, high = interval(ratios)
-    return {
-        "median": round(statistics.median(ratios), 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
-        "all": [round(ratio, 4) for ratio in ratios],
     }
 
 
@@ -218,6 +205,12 @@ def joined(rounds):
     return {key: [value for found in rounds for value in found[key]] for key in rounds[0]}
 
 
+def order_of(shape, reps):
+    """What `hits` is asked for a shape such as 8192+512."""
+    prefix, new = map(int, shape.split("+"))
+    return {"prefix": prefix, "new": new, "reps": reps, "settle": 0.3 if prefix < 20000 else 0.8}
+
+
 def hits_of(rounds):
     """What `hits` has found over all rounds; a median of each kind, and what was cached."""
     found = joined(rounds)
@@ -228,11 +221,11 @@ def hits_of(rounds):
 
 def mixed_of(rounds):
     """What `mixed` has found over all rounds: of the gaps between tokens, in ms, and of the hits' TTFT."""
-    found, rank = joined(rounds), [sorted(1e3 * gap for gap in found["gaps"]) for found in rounds]
-    gaps = sorted(gap for gaps in rank for gap in gaps)
+    found, each = joined(rounds), [sorted(1e3 * gap for gap in found["gaps"]) for found in rounds]
+    gaps = sorted(1e3 * gap for gap in found["gaps"])
     return {
         "itl": {"p50_ms": gaps[len(gaps) // 2], "p99_ms": gaps[int(0.99 * len(gaps))], "max_ms": gaps[-1]},
-        "p99_ms of each round": [round(gaps[int(0.99 * len(gaps))], 3) for gaps in rank],
+        "p99_ms of each round": [round(gaps[int(0.99 * len(gaps))], 3) for gaps in each],
         "slowest_ms": [round(gap, 2) for gap in gaps[:-31:-1]],
         "steps": len(gaps),
         "ttft": spread(found["ttft"]),
@@ -252,9 +245,8 @@ def alone(engine, args, results):
     for name_of_way in args.ways if ours and not results.over else ():
         results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
         for shape in args.shapes:
-            prefix, new = map(int, shape.split("+"))
-            key, order = f"{name} {name_of_way} {shape}", {"prefix": prefix, "new": new, "reps": args.reps}
-            results.put("ways", key, hits_of([engine("hits", settle=0.3 if prefix < 20000 else 0.8, **order)]))
+            found = hits_of([engine("hits", **order_of(shape, args.reps))])
+            results.put("ways", f"{name} {name_of_way} {shape}", found)
     if args.ways and ours:
         engine("way", way="measured")
     if "hooks" in phases and ours:
@@ -263,15 +255,13 @@ def alone(engine, args, results):
             results.put("hooks", f"{name} decode {batch}", engine("decode_hooks", batch=batch, steps=100))
 
 
-def every_in_turn(engines, args, results):
-    """The phases in which all engines take turns, so that the host's good and bad moments are everybody's."""
-    for shape in args.shapes if "hits" in args.phases and not results.over else ():
-        prefix, new = map(int, shape.split("+"))
-        order = {"prefix": prefix, "new": new, "reps": args.reps // 3, "settle": 0.3 if prefix < 20000 else 0.8}
+def hits(engines, args, results):
+    """Hits of each shape, all engines in turn, so that the host's good and bad moments are everybody's."""
+    for shape in args.shapes:
         rounds = {engine.name: [] for engine in engines}
         for _, engine in turns(engines, 3):
-            ours = engine.name.startswith("layercast")
-            rounds[engine.name].append(engine("hits", wishes={"load": True} if ours else None, **order))
+            wishes = {"load": True} if engine.name.startswith("layercast") else None
+            rounds[engine.name].append(engine("hits", wishes=wishes, **order_of(shape, args.reps // 3)))
         for engine in engines:
             found = hits_of(rounds[engine.name])
             if engine.name.startswith("layercast"):
@@ -279,20 +269,23 @@ def every_in_turn(engines, args, results):
                 if troubles := engine("troubles"):
                     results.put("troubles", f"{engine.name} {shape}", troubles)
             results.put("hits", f"{engine.name} {shape}", found)
-    if "mixed" in args.phases and not results.over:
-        rivals = [engine for engine in engines if engine.name != "recompute"]
-        rounds = {engine.name: [] for engine in rivals}
-        for _, engine in turns(rivals, 2):
-            rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
-        for engine in rivals:
-            results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
-            if engine.name.startswith("layercast"):
-                results.put("troubles", f"{engine.name} mixed", engine("troubles"))
+
+
+def mixed(engines, args, results):
+    """Decodes beside hits, the engines with a connector in turn."""
+    rivals = [engine for engine in engines if engine.name != "recompute"]
+    rounds = {engine.name: [] for engine in rivals}
+    for _, engine in turns(rivals, 2):
+        rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
+    for engine in rivals:
+        results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
+        if engine.name.startswith("layercast"):
+            results.put("troubles", f"{engine.name} mixed", engine("troubles"))
 
 
 def arrivals(engines, args, results):
-    """Poisson arrivals, every engine in turn at the same ones; a first round warms up."""
-    order = {"do": "poisson", **ARRIVALS}
+    """Poisson arrivals, the engines with a connector in turn at the same ones; a first round warms up."""
+    engines, order = [engine for engine in engines if engine.name != "recompute"], {"do": "poisson", **ARRIVALS}
     for engine in engines:
         engine(**order, rate=args.rates[0][0], seed=0)
     for nth, (rate, seed) in enumerate(args.rates):
@@ -324,13 +317,13 @@ def together(engines, args, results):
         for seed, engine in turns(engines, ROUNDS):
             every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
         base, other = every.values()
-        ratios = [theirs / plain for plain, theirs in zip(base, other, strict=True)]
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        results.put("loop", "256", {"tokens_per_s": rounded, "ratio_by_rounds": paired(ratios)})
+        results.put("loop", "256", {"tokens_per_s": rounded, "by_rounds": ratios_of(other, base)})
 
 
 def measured(engines, args, results):
-    """Everything that is asked of engines that are up together. One that dies ends its own phases alone."""
+    """Everything that is asked of engines that are up together. One that dies ends its own phases, or the one that is
+    everybody's."""
     for engine in engines:
         engine.begin()
     alive = []
@@ -350,10 +343,12 @@ def measured(engines, args, results):
             alone(engine, args, results)
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
-    alive = [engine for engine in alive if not engine.dead]
-    every_in_turn(alive, args, results)
-    if "poisson" in args.phases:
-        arrivals([engine for engine in alive if engine.name != "recompute"], args, results)
+    for name, phase in (("hits", hits), ("mixed", mixed), ("poisson", arrivals)):
+        if name in args.phases and not results.over:
+            try:
+                phase([engine for engine in alive if not engine.dead], args, results)
+            except RuntimeError as error:
+                results.put("failed", name, str(error))
     for engine in engines:
         engine.end()
 
