@@ -1,5 +1,5 @@
 import mmap
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,12 +25,6 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, width=8, hidden=32, inner=64, block
 
 def pools(blocks):
     return [torch.zeros(blocks, SHAPE.block_bytes // 2, dtype=torch.bfloat16) for _ in range(SHAPE.layers)]
-
-
-@contextmanager
-def closing_soon(mover):
-    yield mover
-    mover.close(10.0)
 
 
 def test_a_pool_is_registered_as_whole_blocks():
@@ -129,7 +123,9 @@ def test_what_is_saved_as_a_worker_saves_it_is_every_layer_of_the_first_tokens(m
         ids, slots = np.array([4, 0, 5, 2, 3, 1]), np.array([3, 1, 0, 4, 2, 5])
         saving = route_between(engine.groups[0], slab.layout.groups[0])
         here = Ground(None, SHAPE, 6, made, slab, None, ids, slots, None, saving, "")
-        with closing_soon(CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1)) as mover:
+        with ExitStack() as stack:
+            mover = CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1)
+            stack.callback(mover.close, 10.0)
             run = SimpleNamespace(here=here, auto=mover, forward=SimpleNamespace(new=tokens), ms=lambda body: body())
             run.layerwise = lambda _, written: [written(layer) for layer in range(SHAPE.layers)]
             Run.saving(run)

@@ -12,12 +12,11 @@ import torch
 
 from layercast.bench.ground import Device, Shape, ground
 from layercast.bench.model import Forward, Weights
-from layercast.bench.overlap import ALONE, Run
+from layercast.bench.overlap import ALONE, FEW, Run
 from layercast.bench.results import SOON_S, Table, in_turn, ratio, spread
 from layercast.move.cuda import CudaMover
 from layercast.move.words import words_at
 
-FEW = 3
 LAYERWISE, MOVED = "layerwise", "from the order to the last copy"
 
 

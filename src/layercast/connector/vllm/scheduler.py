@@ -305,7 +305,7 @@ class SchedulerHooks(KVConnectorBase_V1):
             self._distrust(request)
             self._due.aborts.append(request)  # on other ranks it may still be under way
         meta = connector_output.kv_connector_worker_meta
-        found = meta if meta is not None and isinstance(meta, Reports) else NO_REPORTS
+        found = meta if isinstance(meta, Reports) else NO_REPORTS
         if found.facts:
             self._meet(dict(found.facts))
         for request in connector_output.finished_recving or ():
