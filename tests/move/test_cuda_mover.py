@@ -481,6 +481,22 @@ def test_memory_that_is_not_pinned_moves_piece_by_piece(device):
     mover.close(SOON_S)
 
 
+def test_a_step_inside_the_device_and_in_memory_that_is_not_pinned_moves_piece_by_piece(device):
+    """The device's memory may begin below and end above the other."""
+    room, mover = np.zeros(3 * 4096 + 16, np.uint8), mover_of(device, KERNELS)
+    low, middle, high = ((room.ctypes.data // 16 + 1) * 16 + 4096 * nth for nth in range(3))
+    device.memory |= dict.fromkeys((low, high), (DEVICE, 4096, room))
+    ctypes.memmove(low, data := os.urandom(3 * 4096), len(data))
+    ours = pieces_of((low, high, 32), (low + 64, high + 64, 32))
+    theirs = pieces_of((middle, middle + 2048, 32), (middle + 64, middle + 2112, 32))
+    for flight in mover.submit_all([ours, theirs]):
+        flight.wait(SOON_S)
+    assert ctypes.string_at(high + 64, 32) == data[64:96]
+    assert ctypes.string_at(middle + 2112, 32) == data[4096 + 64 : 4096 + 96]
+    assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("far", ["source", "target"])
 def test_copies_between_devices_go_by_the_kernel_and_are_not_staged(device, far):
     memory, mover = DeviceMemory(device, (DEVICE,)), mover_of(device, KERNELS)

@@ -16,7 +16,7 @@ _HOST: dict[Direction, tuple[Side, ...]] = {
     Direction.LOCAL: ("source", "target"),
     Direction.PEER: (),
 }
-"""Sides that lie in host memory; of what is local both do, or none."""
+"""Sides that lie in host memory; of a batch that is local both do, or none."""
 _ROW: dict[Side, int] = {"source": 0, "target": 1}
 
 
@@ -41,10 +41,15 @@ def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction
         at = _first(first, host[0])
         if any(pinning.done and at in pinning for pinning in pinnings):
             return True  # asking for each end again would cost more than writing the program
-    if first is None or (len(host) > 1 and all(driver.kind_of(_first(first, side)) == DEVICE for side in host)):
-        return True
+    if direction is Direction.LOCAL:
+        batches = [batch for batch in batches if len(batch.pieces) and not _inside(driver, batch)]
     ends = [end for side in host for batch in batches for end in _ends(batch, side)]
     return all(driver.kind_of(end) != PAGEABLE for end in ends and (min(ends), max(ends)))
+
+
+def _inside(driver: Driver, series: Series) -> bool:
+    """Whether it is inside the device. It has pieces."""
+    return driver.kind_of(_first(series, "source")) == DEVICE == driver.kind_of(_first(series, "target"))
 
 
 def _first(series: Series, side: Side) -> int:
