@@ -261,7 +261,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
         values = np.arange(count * PARAMETERS).reshape(count, PARAMETERS) + 1000
         values[:, 0] = owners = range(program.owner, program.owner + count)
         at = tally.ctypes.data if counted else 0
-        program.launches((77, 5, 256, 64), 3, program.parameters(values), count, at, program.owner)
+        program.launches((77, 5, 256, 64), 3, program.hold(values), count, at, program.owner)
         for owner, row in zip(owners, values.tolist(), strict=True):
             if not left[owner]:
                 wanted.append(("launch", 77, 5, 1, 1, 256, 1, 1, 64, 3, *row))
@@ -280,7 +280,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
 
 def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):
     program, errors = Program(EVERYBODYS), np.array([3, 0], np.int64)
-    program.launches((77, 1, 1, 0), 3, program.parameters(np.zeros((2, PARAMETERS), np.int64)), 2)
+    program.launches((77, 1, 1, 0), 3, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
     launching.refused, launching.failing = {0: 5}, {}
     launching.seen.clear()
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)

@@ -23,6 +23,7 @@ from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
 from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
 from layercast.move.cuda_pace import HANDED, HURRIED, keep
+from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
@@ -163,10 +164,17 @@ class Wave(Awaited):
         self.queued = Latch()
         self.issued = Latch()
         """Set once the device has all of it, or has refused it."""
+        self.tables: list[Tables] = []
+        """What its programs have of the lane's pool, until they have been issued."""
 
     def number(self, index: int) -> int:
         """What the tally comes to with the flight of that index. Only once the wave is queued."""
         return (self.first + index) & _MOST
+
+    @property
+    def last(self) -> int:
+        """What it comes to with the last of them. Likewise."""
+        return self.number(len(self.errors) - 1)
 
     def queue(self) -> None:
         """Take the next numbers of the lane. Called in the order of its queue."""

@@ -298,15 +298,17 @@ def _batches(calls: Calls, copies: Callable[..., int], code_of: CodeOf, ended: A
 
 def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
     """(a row of launches, errors, first): one by one, each counted behind itself."""
-    launch, step = calls.launch, LAUNCH_BYTES
+    launch, step, offsets = calls.launch, LAUNCH_BYTES, np.arange(0, LAUNCH_BYTES, 8)
 
     def run(row: Ints, errors: Errors, first: int) -> None:
         function, grid, threads, shared, stream, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
         launches, tally, number, owner = row[7], row[8], row[9], row[10]
+        pointers = np.empty_like(offsets)
         for nth in range(launches):
             whose, code = owner + nth if owner >= 0 else owner, 0
             if code_of(errors, whose) == 0:
-                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters + step * nth, 0)
+                pointers[:] = offsets + (parameters + step * nth)
+                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, pointers.ctypes.data, 0)
             ended(code, stream, tally, first + number + nth, errors, whose)
 
     return run
