@@ -477,8 +477,8 @@ def test_memory_that_is_not_pinned_moves_piece_by_piece(device):
     at = source.ctypes.data // 16 * 16 + 16
     mover.submit(pieces_of((at, target, 32), (at + 64, target + 64, 32))).wait(SOON_S)
     assert memory.read(target, 96) == b"\x07" * 32 + bytes(32) + b"\x07" * 32
+    mover.close(SOON_S)  # what is waited for comes before the last calls of its program
     assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
-    mover.close(SOON_S)
 
 
 def test_a_step_inside_the_device_and_in_memory_that_is_not_pinned_moves_piece_by_piece(device):
@@ -493,8 +493,8 @@ def test_a_step_inside_the_device_and_in_memory_that_is_not_pinned_moves_piece_b
         flight.wait(SOON_S)
     assert ctypes.string_at(high + 64, 32) == data[64:96]
     assert ctypes.string_at(middle + 2112, 32) == data[4096 + 64 : 4096 + 96]
+    mover.close(SOON_S)  # what is waited for comes before the last calls of its program
     assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
-    mover.close(SOON_S)
 
 
 @pytest.mark.parametrize("far", ["source", "target"])
