@@ -3,9 +3,11 @@ import dataclasses
 import os
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from async_device import AsyncDevice
 from host_device import KERNEL, DeviceMemory, HostDevice
 from loops import LOOPS, interpreter_kept, loop_of, spun
 from msgspec.structs import replace
@@ -458,6 +460,36 @@ def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_
     assert "restart the engine" in mover.halted
     monkeypatch.undo()
     mover.close(SOON_S)
+
+
+@pytest.fixture
+def later():
+    device = AsyncDevice()
+    device.issue = plain_issue
+    yield device
+    device.end()
+
+
+def test_a_mover_that_is_closed_keeps_what_others_wait_for_until_all_directions_have_come_to_their_end(later):
+    """Copies that wait on the device for those of another direction look at its count when they get there."""
+    device, flag, go = later, np.zeros(1, np.int32), threading.Event()
+    mover, rows = mover_of(device, {}), pieces_of((device.host_memory(64), device.device_memory(64), 64))
+    back = pieces_of((int(rows.target[0]), device.host_memory(64), 64))
+    (first,) = mover.submit_all([rows], behind=[flag.ctypes.data])
+    assert first.wave.issued.wait(SOON_S)
+    mover.aside(partial(go.wait, SOON_S), lambda _: None)
+    second, ours = mover.submit(back, after=[first]), mover._arm(Direction.UP).line
+    closing = threading.Thread(target=mover.close, args=(SOON_S,))
+    closing.start()
+    flag[0] = 1
+    ours._thread.join(SOON_S)
+    closing.join(BRIEF_S)
+    assert first.wave.tally.address in device.memory
+    go.set()
+    second.wait(SOON_S)
+    closing.join(SOON_S)
+    assert not closing.is_alive()
+    assert not device.troubles
 
 
 def test_without_device_memory_for_staging_copies_go_by_the_engine(device):

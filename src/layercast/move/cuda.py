@@ -248,20 +248,20 @@ class CudaMover(Mover):
         with self._lock:
             self._closed = True
         late: DeadlineExceeded | None = None
-        for direction, arm in list(self._arms.items()):
+        for arm in self._arms.values():
             try:
                 arm.line.close(max(0.0, deadline - time.monotonic()))
                 arm.watcher.close(max(0.0, deadline - time.monotonic()))
                 arm.lane.tables.close(max(0.0, deadline - time.monotonic()))
             except DeadlineExceeded as error:
                 late = late or error
-            else:
-                self._driver.bind()
-                arm.lane.close()
-                arm.desk.close()
-                del self._arms[direction]
         if late is not None:
             raise late
+        self._driver.bind()
+        for direction, arm in list(self._arms.items()):  # only now, as copies may wait for the count of any other
+            arm.lane.close()
+            arm.desk.close()
+            del self._arms[direction]
         if self._read_back[0]:
             self._driver.drop_host_memory(self._read_back[0])
             self._read_back = (0, 0)
