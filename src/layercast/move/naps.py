@@ -4,8 +4,9 @@ Does not know what is waited for.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 _SET_SLACK, _GET_SLACK = 29, 30
 """Of prctl, as linux/prctl.h has them."""
@@ -15,10 +16,18 @@ SLACK_NS = 1000
 @contextmanager
 def on_time() -> Iterator[None]:
     """Inside the block this thread oversleeps by a microsecond at most, besides what waking it takes."""
-    prctl = ctypes.PyDLL(None).prctl
+    prctl = _prctl()
     before = prctl(_GET_SLACK, 0, 0, 0, 0)
     prctl(_SET_SLACK, SLACK_NS, 0, 0, 0)
     try:
         yield
     finally:
-        prctl(_SET_SLACK, before, 0, 0, 0)
+        prctl(_SET_SLACK, max(before, 0), 0, 0, 0)  # 0 = what the thread began with
+
+
+@cache
+def _prctl() -> Callable[..., int]:
+    """The call. To look it up takes longer than most naps."""
+    call = ctypes.PyDLL(None).prctl
+    call.restype, call.argtypes = ctypes.c_long, [ctypes.c_ulong] * 5
+    return call
