@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from layercast.errors import BadTransition, DeadlineExceeded, Refused
 from layercast.landing import Latch
+from layercast.move import cuda_bell
 from layercast.move.costs import Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_bell import Bell
@@ -269,6 +270,20 @@ def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_
     assert [tally.hurries(wave.number(place)) for place in range(5)] == [True, True, True, True, False]
 
 
+@pytest.mark.parametrize("hurried", [(), (0,), (3, 9)])
+def test_what_was_hurried_long_ago_hurries_nothing_that_comes_later(tally, hurried):
+    """However many batches a lane counts meanwhile."""
+    last, count = 0, 1 << 29
+    for wave in range(24):
+        assert tally.queue(count) == last + 1
+        assert not tally.hurries((last + 1) & 0xFFFFFFFF)
+        last += count
+        if wave in hurried:
+            tally.hurry(last & 0xFFFFFFFF)
+        assert tally.hurries(last & 0xFFFFFFFF) == (wave in hurried)
+        tally.passed_over(last & 0xFFFFFFFF)
+
+
 def test_what_was_handed_over_long_ago_holds_no_caller_up(copied, tally):
     flight, hand_over = copied
     for _ in range(100):
@@ -337,6 +352,27 @@ def test_a_bell_is_heard_by_one_of_those_who_listen_and_harms_none(device):
     assert any(heard)
     assert not bell.heard(0)
     bell.close()
+
+
+def test_who_listens_to_a_bell_as_it_is_given_back_hears_nothing_and_comes_to_no_harm(device, monkeypatch):
+    bell, closed = Bell(device.calls.ring, sleeping=False), Bell(device.calls.ring, sleeping=False)
+    closed.close()
+    assert not closed.heard(SOON_S)
+    poll = cuda_bell.select.poll
+
+    def closes():
+        asked = poll()
+
+        def rung(_ms):
+            bell.ring()
+            heard = asked.poll(0)
+            bell.close()
+            return heard
+
+        return SimpleNamespace(register=asked.register, poll=rung)
+
+    monkeypatch.setattr(cuda_bell, "select", SimpleNamespace(poll=closes, POLLIN=cuda_bell.select.POLLIN))
+    assert not bell.heard(SOON_S)
 
 
 def test_a_bell_that_was_given_back_rings_no_file_that_has_its_number_by_now(device):

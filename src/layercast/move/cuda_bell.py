@@ -35,16 +35,21 @@ class Bell:
         self._ring(self.file, self.one, 8)
 
     def heard(self, timeout_s: float) -> bool:
-        """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not if `sleeping`."""
+        """Whether it has been rung since it was last heard; waits up to `timeout_s` seconds. Not if `sleeping`.
+
+        Once closed it is not heard any more.
+        """
         asked = select.poll()  # its own, as no two threads may ask one
+        if self.file < 0:
+            return False
         asked.register(self.file, select.POLLIN)
-        rung = bool(asked.poll(max(0.0, 1000 * timeout_s)))
+        rung = bool(asked.poll(max(0.0, 1000 * timeout_s))) and self.file >= 0
         if rung:
             with suppress(BlockingIOError):  # another who listens was first
                 os.read(self.file, 8)
         return rung
 
     def close(self) -> None:
-        """Give the file back; nobody listens any more. Its number may be another file's from now on."""
+        """Give the file back; who listens hears nothing. Its number may be another file's from now on."""
         file, self.file = self.file, -1
         os.close(file)

@@ -28,7 +28,7 @@ from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time
 from layercast.move.words import words_at
 
-_MOST = 0xFFFFFFFF
+_MOST, _FAR = 0xFFFFFFFF, 1 << 30
 NAP_S, LATE = 20e-6, 0.002
 """Between two looks at a count by a thread that waits for it: least seconds, and part of what it has waited so far."""
 
@@ -93,6 +93,13 @@ class Tally:
         """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
         if pace is not None:
             keep(paced, *pace)
+
+    def queue(self, count: int) -> int:
+        """The first number of so many more batches. Called in the order of the queue."""
+        first, self.queued = self.queued + 1, self.queued + count
+        if _reaches(self.queued - _FAR, int(self._hurried[0])):
+            self._hurried[0] = self._handed[0]  # else what was hurried so long ago would look as if it were to come
+        return first
 
     def reached(self, number: int) -> bool:
         """Whether that many batches have moved. Never blocks."""
@@ -179,8 +186,7 @@ class Wave(Awaited):
 
     def queue(self) -> None:
         """Take the next numbers of the lane. Called in the order of its queue."""
-        self.first = self.tally.queued + 1
-        self.tally.queued += len(self.errors)
+        self.first = self.tally.queue(len(self.errors))
         self.queued.set()
 
 
