@@ -230,7 +230,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         return NOTHING if due.empty else due.orders()
 
     def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
-        """The loads are known, the saves not yet. vLLM frees nothing between a promise and this; held are they next."""
+        """The loads are known, the saves not yet. Nothing is freed between a promise and this; blocks are held next."""
 
     def _join(self, scheduled: Collection[str]) -> None:
         """Have the forward wait for loads that were said to have come; a failed one is lost to the first that reads it.
