@@ -270,6 +270,20 @@ def test_a_forward_of_more_launches_than_a_queue_holds_gets_its_load(device, mon
         assert [*engine.ends.values()] == [LoadEnd.LANDED]
 
 
+def test_a_forward_that_waits_for_a_load_is_launched_long_before_its_last_layers_have_come(device, monkeypatch):
+    """Whatever the pace: what a forward launches behind its last layer must not be late."""
+    monkeypatch.setattr(cuda_lane, "PACES", {Direction.UP: (1, BLOCK_BYTES)})
+    device.gb_s = BLOCK_BYTES / 0.01 / 1e9
+    with engine_over(device) as engine:
+        engine.begin(engine.load(8))
+        engine.forward()
+        arm = engine.worker.mover._arms[Direction.UP]
+        assert not arm.lane.tally.reached(LAYERS - 1), "80 ms a layer"
+        engine.end()
+        engine.settle()
+        engine.check()
+
+
 def test_a_forward_is_over_before_its_copies_are_and_reads_them_all_the_same(device):
     with engine_over(device) as engine:
         device.launch(seconds=0.1)

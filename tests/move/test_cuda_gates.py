@@ -256,6 +256,19 @@ def test_a_caller_launches_nothing_behind_a_copy_that_the_device_has_not_been_ha
     assert not any(entry[:2] == ("hold", 99) for entry in device.log), "the device has counted it"
 
 
+def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_a_pace(device, tally):
+    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 5, Event(0, lambda _: None))
+    batch, gate._driver = CudaFlight(wave, [0, 2, 3]), SimpleNamespace(stream_waits_for_value=lambda *_: None)
+    wave.queue()
+    gate.arm_behind({}, [({0: 0, 1: 1, 2: 2}, batch)])
+    tally.passed_over(wave.number(0))
+    gate.wait(0, SOON_S)
+    assert not tally.hurries(wave.number(0)), "nobody had to wait"
+    with pytest.raises(DeadlineExceeded, match="layer 1"):
+        gate.wait(1, BRIEF_S)
+    assert [tally.hurries(wave.number(place)) for place in range(5)] == [True, True, True, True, False]
+
+
 def test_what_was_handed_over_long_ago_holds_no_caller_up(copied, tally):
     flight, hand_over = copied
     for _ in range(100):

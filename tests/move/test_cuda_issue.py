@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, TALLY_BYTES, plain_issue
-from layercast.move.cuda_pace import NAPS
+from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, TALLY_BYTES, plain_issue
+from layercast.move.cuda_pace import HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.kernels.pieces import PARAMETERS
 from layercast.plan.pieces import Series
@@ -138,11 +138,18 @@ class Slow(Copies):
         return 0
 
 
+def pace_of():
+    """One that is kept in calls of the greatest size."""
+    pace = np.zeros(PACE_WORDS, np.int64)
+    keep(pace.view(np.int32)[::2], AHEAD, CALL_BYTES)
+    return pace
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("a_nap", [1, 3])
 def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
-    device, pace = Slow(a_nap), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
+    device, pace = Slow(a_nap), pace_of()
     device.issue = loop_of(loop)(device.calls, (0, 0))
     quarter = CALL_BYTES // 4
     for _ in range(5):  # calls are counted from program to program
@@ -157,7 +164,7 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
 
 
 def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
-    device, pace = Slow(0), np.array([0, 0, 0, AHEAD, CALL_BYTES], np.int64)
+    device, pace = Slow(0), pace_of()
     device.issue = plain_issue(device.calls, (0, 0))
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
     program.copies(Series(pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))), range(1), 1, batched=True)
@@ -165,6 +172,28 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     assert not errors.any()
     assert sum(nbytes for _, _, nbytes in device.copies) == (AHEAD + 1) * CALL_BYTES
     assert device.naps == 2 * NAPS
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(loop):
+    """A forward waits until the device has been handed it. Here a device counts only while it is waited for."""
+    device, tally, calls = Slow(1), np.zeros(TALLY_BYTES // 8, np.int64), HURRIED_AHEAD // 3
+    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
+    pace, one = tally[PACE // 8 :], Series(pieces_of((0, 0, RARER * calls * CALL_BYTES)))
+    for first in (1, 0xFFFFFFFE):
+        tally[PACE // 8 :] = device.naps = 0
+        device.late.clear()
+        keep(pace.view(np.int32)[::2], AHEAD, CALL_BYTES)
+        pace[HANDED], pace[HURRIED] = first - 1, (first + 2) & 0xFFFFFFFF
+        errors, naps = np.zeros(6, np.int64), []
+        for nth in range(6):
+            program = Program(nth, pace=pace.ctypes.data)
+            program.copies(one, range(1), 1, batched=True, tally=tally.ctypes.data, number=nth)
+            device.issue.run(program.table(), np.zeros(0, np.int64), errors, first)
+            naps.append(device.naps)
+        assert not errors.any()
+        assert naps[2] == 0
+        assert np.diff(naps[2:]).min() >= RARER * calls - AHEAD
 
 
 def test_a_loop_is_compiled_once_for_the_same_calls():
@@ -232,7 +261,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
         values = np.arange(count * PARAMETERS).reshape(count, PARAMETERS) + 1000
         values[:, 0] = owners = range(program.owner, program.owner + count)
         at = tally.ctypes.data if counted else 0
-        program.launches((77, 5, 256, 64), 3, program.parameters(values), count, at, program.owner)
+        program.launches((77, 5, 256, 64), 3, program.hold(values), count, at, program.owner)
         for owner, row in zip(owners, values.tolist(), strict=True):
             if not left[owner]:
                 wanted.append(("launch", 77, 5, 1, 1, 256, 1, 1, 64, 3, *row))
@@ -251,7 +280,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
 
 def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):
     program, errors = Program(EVERYBODYS), np.array([3, 0], np.int64)
-    program.launches((77, 1, 1, 0), 3, program.parameters(np.zeros((2, PARAMETERS), np.int64)), 2)
+    program.launches((77, 1, 1, 0), 3, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
     launching.refused, launching.failing = {0: 5}, {}
     launching.seen.clear()
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)

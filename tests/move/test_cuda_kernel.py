@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from test_cuda_mover import KERNELS, mover_of, series_in
 
 from layercast.move.costs import Way, only
+from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_issue import plain_issue
-from layercast.move.cuda_lane import TABLES, Lane
+from layercast.move.cuda_lane import Lane
+from layercast.move.cuda_tables import TABLES
 from layercast.testing.move_laws import SOON_S, pieces_of
 
 
@@ -68,7 +70,8 @@ class Issued:
 
 
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,)])
-def test_a_load_by_the_kernel_is_one_program_of_as_many_rows_however_many_layers_it_has(device, kinds):
+def test_a_load_by_the_kernel_is_one_program_of_as_many_rows_however_many_layers_it_has(device, kinds, monkeypatch):
+    monkeypatch.setattr(Desk, "lay", lambda *_: False)  # so that `run` is what runs it
     mover, memory = mover_of(device, KERNELS), DeviceMemory(device, kinds)
     issued = Issued(mover)
     for layers in (1, 32):
@@ -82,8 +85,8 @@ def test_a_load_by_the_kernel_is_one_program_of_as_many_rows_however_many_layers
 
 
 @pytest.mark.parametrize("way", Way)
-def test_only_the_thread_that_issues_writes_programs_that_take_what_changes_of_a_lane(device, way, monkeypatch):
-    """Written by another, one would overwrite the tables of a program that is under way."""
+def test_who_submits_writes_the_program_unless_it_is_staged(device, way, monkeypatch):
+    """Slots of the staging memory take turns in the order of issue, so only the thread that issues may write that."""
     mover, memory, begin, started = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE)), Lane.start, []
 
     def start(lane, program, ours):
@@ -93,7 +96,7 @@ def test_only_the_thread_that_issues_writes_programs_that_take_what_changes_of_a
     monkeypatch.setattr(Lane, "start", start)
     for flight in mover.submit_all([series_in(memory, 5, (0, 1, 2))[0] for _ in range(3)]):
         flight.wait(SOON_S)
-    assert {*started} == {(way, way is Way.ENGINE)}
+    assert {*started} == {(way, way is not Way.STAGED)}
     mover.close(SOON_S)
 
 

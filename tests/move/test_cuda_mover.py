@@ -117,19 +117,25 @@ def test_layers_that_share_their_arrays_share_a_table_and_move_each_from_its_own
 
 
 @pytest.mark.parametrize("way", [Way.STAGED, Way.KERNEL])
-def test_a_program_by_the_engine_takes_nothing_of_one_by_the_kernel_that_another_thread_is_writing(device, way):
+@pytest.mark.parametrize("other", [Way.ENGINE, Way.KERNEL])
+def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_is_writing(device, way, other):
     mover, memory = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE))
     source, target = memory.alloc(4096), memory.alloc(4096)
     memory.write(source, data := os.urandom(4096))
     rows = pieces_of(*((source + 64 * i, target + 64 * (63 - i), 64) for i in range(64)))
+    elsewhere = pieces_of(*((source + 64 * i, memory.alloc(64), 64) for i in range(2)))
     lane, ours, theirs = mover._arm(Direction.UP).lane, Program(), Program()
-    started = lane.start(ours, way)
-    lane.finish(theirs, Way.ENGINE, lane.start(theirs, Way.ENGINE), lane.copy)
-    stream = lane.move(ours, Series(rows), range(1), way, 0, pinned=True)
-    lane.finish(ours, way, started, stream)
+    lane.tables.take_next(taken := [])
+    lane.tables.take(taken)
+    ours.tables, theirs.tables = taken[0], taken[1] if other is Way.KERNEL else None
+    lane.start(ours, way)
+    lane.start(theirs, other)
+    lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), other, 0, pinned=True))
+    lane.finish(ours, lane.move(ours, Series(rows), range(1), way, 0, pinned=True))
     for program in (theirs, ours):
         device.issue(device.calls, (0, 0)).run(program.table(), NOTHING, np.zeros(1, np.int64), 1)
     assert memory.read(target, 4096) == b"".join(data[64 * i : 64 * (i + 1)] for i in reversed(range(64)))
+    lane.tables.give_back(taken, 1)
     mover.close(SOON_S)
 
 
@@ -168,14 +174,32 @@ class Native(HostDevice):
                 copy(row[0], row[1], row[2])
             return 0
 
+        @cfunc(types.int32(*[number] * 4))
+        def one(to, from_, nbytes, _stream):
+            copy(to, from_, nbytes)
+            return 0
+
+        @cfunc(types.int32(*[number] * 11))
+        def launch(_function, _x, _y, _z, _threads, _by, _bz, _shared, _stream, pointers, _extra):
+            values, at, row = np.empty(7, np.int64), np.empty(1, np.int64), np.empty(3, np.int64)
+            for nth in range(7):
+                copy(at.ctypes.data, pointers + 8 * nth, 8)
+                copy(values.ctypes.data + 8 * nth, at[0], 8)
+            for piece in range(values[3]):
+                for nth in range(3):
+                    copy(row.ctypes.data + 8 * nth, values[nth] + 8 * piece, 8)
+                copy(row[1] + values[6], row[0] + values[5], 8 * row[2])
+            return 0
+
         @cfunc(types.int32(number, types.CPointer(types.uint32), number, number))
         def write(_stream, word, value, _flags):
             carray(word, 1)[0] = value & 0xFFFFFFFF
             return 0
 
         nothing = {count: cfunc(types.int32(*[number] * count))(_nothing(count)) for count in (2, 3)}
-        self.kept = copy_batch, write, nothing
-        made = {"copy_batch": (copy_batch, 8), "write": (write, 4), "record": (nothing[2], 2), "wait": (nothing[3], 3)}
+        self.kept = copy_batch, one, launch, write, nothing
+        made = {"copy_batch": (copy_batch, 8), "copy": (one, 4), "launch": (launch, 11), "write": (write, 4)}
+        made |= {"record": (nothing[2], 2), "wait": (nothing[3], 3)}
         typed = {
             name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(call.address)
             for name, (call, count) in made.items()
@@ -187,11 +211,13 @@ def _nothing(arguments):
     return (lambda a, b: 0) if arguments == 2 else (lambda a, b, c: 0)
 
 
-@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
-def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds):
+@pytest.mark.parametrize("way", [Way.ENGINE, Way.KERNEL])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,)])
+def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds, way):
     """The thread that submits spins, and no other gets the interpreter, until the bytes are in place."""
     device, layers = Native(), 8
-    mover = CudaMover(device, None, loop_of("compiled")(device.calls, (0, 0)), lambda: 1)
+    mover = CudaMover(device, KERNEL, loop_of("compiled")(device.calls, (0, 0)), lambda: 1)
+    mover.prefer(only(way))
     memory = DeviceMemory(device, kinds)
     source, target = memory.alloc(4096 * layers), memory.alloc(4096 * layers)
     rows = pieces_of(*((source + 128 * i, target + 128 * (31 - i), 128) for i in range(32)))
@@ -451,8 +477,24 @@ def test_memory_that_is_not_pinned_moves_piece_by_piece(device):
     at = source.ctypes.data // 16 * 16 + 16
     mover.submit(pieces_of((at, target, 32), (at + 64, target + 64, 32))).wait(SOON_S)
     assert memory.read(target, 96) == b"\x07" * 32 + bytes(32) + b"\x07" * 32
+    mover.close(SOON_S)  # what is waited for comes before the last calls of its program
     assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
-    mover.close(SOON_S)
+
+
+def test_a_step_inside_the_device_and_in_memory_that_is_not_pinned_moves_piece_by_piece(device):
+    """The device's memory may begin below and end above the other."""
+    room, mover = np.zeros(3 * 4096 + 16, np.uint8), mover_of(device, KERNELS)
+    low, middle, high = ((room.ctypes.data // 16 + 1) * 16 + 4096 * nth for nth in range(3))
+    device.memory |= dict.fromkeys((low, high), (DEVICE, 4096, room))
+    ctypes.memmove(low, data := os.urandom(3 * 4096), len(data))
+    ours = pieces_of((low, high, 32), (low + 64, high + 64, 32))
+    theirs = pieces_of((middle, middle + 2048, 32), (middle + 64, middle + 2112, 32))
+    for flight in mover.submit_all([ours, theirs]):
+        flight.wait(SOON_S)
+    assert ctypes.string_at(high + 64, 32) == data[64:96]
+    assert ctypes.string_at(middle + 2112, 32) == data[4096 + 64 : 4096 + 96]
+    mover.close(SOON_S)  # what is waited for comes before the last calls of its program
+    assert {entry[0] for entry in device.log} == {"copy", "record", "wait", "write"}
 
 
 @pytest.mark.parametrize("far", ["source", "target"])

@@ -12,13 +12,11 @@ KIB = 1024
 
 def scattered(blocks, size, *, host_run):
     """Source blocks in stretches of `host_run`, target blocks apart."""
-    return rows_of(
-        pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
-    )
+    return pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
 
 
-def choice(rows, direction=Direction.UP, **available):
-    return way_of(rows, direction, COSTS, **{"staging": True, "kernel": True, **available})
+def choice(pieces, direction=Direction.UP, **available):
+    return way_of(pieces, pieces.size, direction, COSTS, **{"staging": True, "kernel": True, **available})
 
 
 def test_large_pieces_go_by_the_copy_engine():
@@ -36,11 +34,11 @@ def test_small_pieces_apart_on_both_sides_go_by_the_kernel():
 
 
 def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
-    rows = scattered(1024, 32 * KIB, host_run=64)
-    assert choice(rows, staging=False) is not Way.STAGED
-    assert choice(rows, kernel=False) is Way.ENGINE
+    pieces = scattered(1024, 32 * KIB, host_run=64)
+    assert choice(pieces, staging=False) is not Way.STAGED
+    assert choice(pieces, kernel=False) is Way.ENGINE
     assert choice(scattered(1024, 24 * KIB + 8, host_run=64)) is Way.ENGINE
-    assert choice(rows_of(pieces_of((0, 1 << 30, 16)))) is Way.ENGINE
+    assert choice(pieces_of((0, 1 << 30, 16))) is Way.ENGINE
 
 
 @given(
@@ -56,14 +54,14 @@ def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
     blocks, words, host_run, figures, direction, staging, kernel
 ):
     costs, size = Costs(*figures), 16 * words
-    pieces = pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
-    if surely_engine(pieces, costs, kernel=kernel):
-        assert way_of(rows_of(pieces), direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
+    pieces = scattered(blocks, size, host_run=host_run)
+    if surely_engine(pieces.size, costs, kernel=kernel):
+        assert way_of(pieces, pieces.size, direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
 
 
 def test_blocks_of_common_models_surely_go_by_the_engine():
     rows = ((2**30 + 2 * i * 64 * KIB, 2**40 + 3 * i * 64 * KIB, 64 * KIB) for i in range(512))
-    assert surely_engine(pieces_of(*rows), COSTS, kernel=True)
+    assert surely_engine(pieces_of(*rows).size, COSTS, kernel=True)
 
 
 @given(

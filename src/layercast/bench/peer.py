@@ -15,7 +15,7 @@ from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, delayed
-from layercast.move.kernels.pieces import BLOCK, WARPS, table_of
+from layercast.move.kernels.pieces import BLOCK, WARPS, even, table_of
 from layercast.plan.pieces import Series, route_between
 
 PROGRAMS = (16, 32, 64, 96, 132)
@@ -134,8 +134,9 @@ def _kernel(device: Device, step: Series, programs: int) -> Start:
     from layercast.move.kernels.pieces_triton import copy_pieces
 
     layers = [rows_of(pieces) for pieces in step]
-    tables = [torch.from_numpy(table_of(rows.table)[0]).to(device.copying.device) for rows in layers]
-    chunks = -(-max(int(rows.length.max()) for rows in layers) // (8 * BLOCK))
+    written = [np.empty((3, even(len(rows))), np.int64) for rows in layers]
+    chunks = max(table_of(rows.table, table) for rows, table in zip(layers, written, strict=True))
+    tables = [torch.from_numpy(table).to(device.copying.device) for table in written]
 
     def start() -> Callable[[], None]:
         with torch.cuda.stream(device.copying):

@@ -25,7 +25,7 @@ from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_places import all_pinned, direction_of
-from layercast.move.cuda_program import EVERYBODYS, Program
+from layercast.move.cuda_program import EVERYBODYS, WIDTH, Program
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
@@ -132,44 +132,57 @@ class CudaMover(Mover):
 
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
         lane, runs, laid = arm.lane, orders.runs(), False
-        count = sum(len(run.parts) for run in runs)
-        wave = Wave(self._driver, lane.tally, count, self._events.take())
-        way, pinned = (None, False) if others else self._way(lane, orders)
-        early = self._program(lane, orders, runs, wave, way, pinned=pinned) if way is Way.ENGINE else None
-        table = None if early is None else early.table()
+        wave = Wave(self._driver, lane.tally, sum(len(run.parts) for run in runs), self._events.take())
+        wave.then(lambda _: self._ended(lane, wave))
+        early: Program | None = None
+        way, pinned, table = None, False, np.zeros((0, WIDTH), np.int64)
 
         def queued() -> None:
             nonlocal laid
             wave.queue()
-            if early is not None and table is not None:
+            if early is not None:
                 laid = arm.desk.lay(table, self._cuts, wave.errors, wave.first)
 
         def run(_ready_at: float) -> None:
             for flight in others:
                 if isinstance(flight, CudaFlight):
                     self._driver.check("a copy that this one waits for", flight.refusal)
-            if not laid:
+            if laid:
+                lane.tables.give_back(wave.tables, wave.last)
+            else:
                 how = self._way(lane, orders) if others else (way, pinned)
                 for program in [early] if early else self._programs(lane, orders, runs, wave, *how):
                     self._issue.run(program.table(), self._cuts, wave.errors, wave.first)
+                    lane.tables.give_back(wave.tables, wave.last)
             wave.issued.set()
             arm.watcher.add(wave)
 
-        def ended(_: object) -> None:
-            """What waits on a device for a batch that was never handed to one must not wait for ever."""
-            if not wave.issued.is_set():
-                try:
-                    if wave.queued.is_set():
-                        self._driver.bind()
-                        lane.skip(wave.number(count - 1))
-                finally:  # where the device is lost, nothing waits on it
-                    wave.issued.set()
-                    wave.queued.set()
-
-        wave.then(ended)
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
-        arm.line.submit(wave, run, behind, keep, queued)
+        try:
+            if not others:
+                way, pinned = self._way(lane, orders)
+                if early := self._early(lane, orders, runs, wave, way, pinned=pinned):
+                    table = early.table()
+            arm.line.submit(wave, run, behind, keep, queued)
+        except BaseException as error:
+            if not wave.done:
+                wave.fail(error)
+            raise
         return [CudaFlight(wave, places) for places in orders.places(runs)]
+
+    def _ended(self, lane: Lane, wave: Wave) -> None:
+        """What waits on a device for a wave that was never handed to one must not wait for ever, nor its tables."""
+        if wave.issued.is_set():
+            return
+        number = wave.last if wave.queued.is_set() else None
+        try:
+            if number is not None:
+                self._driver.bind()
+                lane.skip(number, wave.tables)
+        finally:  # where the device is lost, nothing waits on it
+            lane.tables.give_back(wave.tables, number)
+            wave.issued.set()
+            wave.queued.set()
 
     def digest(self, ranges: DigestRanges, *, after: Sequence[Flight] = ()) -> DigestFlight:
         """One 64-bit XXH3 a row, computed by the host: device memory is read back for it, so this costs bandwidth."""
@@ -239,6 +252,7 @@ class CudaMover(Mover):
             try:
                 arm.line.close(max(0.0, deadline - time.monotonic()))
                 arm.watcher.close(max(0.0, deadline - time.monotonic()))
+                arm.lane.tables.close(max(0.0, deadline - time.monotonic()))
             except DeadlineExceeded as error:
                 late = late or error
             else:
@@ -279,12 +293,22 @@ class CudaMover(Mover):
             return None, pinned
         return way, pinned
 
+    def _early(
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way | None, *, pinned: bool
+    ) -> Program | None:
+        """The wave as one program, before it stands in the queue; None = the thread that issues must write it."""
+        if way is Way.ENGINE or (way is Way.KERNEL and lane.tables.take(wave.tables)):
+            return self._program(lane, orders, runs, wave, way, pinned=pinned)
+        return None
+
     def _programs(
         self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Way | None, pinned: bool
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
             way = whole or lane.way([orders.batches[run.batch] for run in some])
+            if way is not Way.ENGINE:
+                lane.tables.take_next(wave.tables)
             yield self._program(lane, orders, some, wave, way, pinned=pinned)
 
     def _program(
@@ -292,10 +316,12 @@ class CudaMover(Mover):
     ) -> Program:
         """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved.
 
-        One by the engine on any thread, once what it waits for has its numbers; others on the thread that issues.
+        One by the engine, or by the kernel in the last tables that the wave has taken, on any thread, once what it
+        waits for has its numbers; one that is staged on the thread that issues.
         """
-        program = Program(EVERYBODYS)
-        started, stream = lane.start(program, way), lane.copy
+        program, stream = Program(EVERYBODYS), lane.copy
+        program.tables = None if way is Way.ENGINE else wave.tables[-1]
+        lane.start(program, way)
         passed: set[Flight] = set()
         for batch, parts, place in runs:
             for flight in orders.after[batch]:
@@ -311,7 +337,7 @@ class CudaMover(Mover):
                 program.write(stream, orders.flags[batch])
         if runs[-1].place + len(runs[-1].parts) == len(wave.errors):
             program.record(wave.event.handle, stream)
-        lane.finish(program, way, started, stream)
+        lane.finish(program, stream)
         return program
 
     def _digests(self, lane: Lane, ranges: DigestRanges) -> Digests:

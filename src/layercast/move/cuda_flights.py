@@ -21,8 +21,9 @@ from layercast.landing import Landing, Latch
 from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
-from layercast.move.cuda_issue import BELL, HANDED, PACE, TALLY_BYTES
-from layercast.move.cuda_pace import Pace
+from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
+from layercast.move.cuda_pace import HANDED, HURRIED, keep
+from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.words import words_at
 
@@ -84,12 +85,13 @@ class Tally:
         self._bell = Bell(ring, sleeping=False)
         words = words_at(address, TALLY_BYTES // 4)
         words[:] = 0
-        self._word, self._handed = words[:1], words[HANDED // 4 :][:1]
+        paced = words[PACE // 4 :: 2]
+        self._word, self._handed, self._hurried = words[:1], paced[HANDED:][:1], paced[HURRIED:][:1]
         words[BELL // 4 : PACE // 4] = np.array([self._bell.file, self._bell.one], np.int64).view(np.int32)
-        self.pace = 0
+        self.pace = 0 if pace is None else address + PACE
         """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
         if pace is not None:
-            self.pace = Pace(address + PACE, *pace).address
+            keep(paced, *pace)
 
     def reached(self, number: int) -> bool:
         """Whether that many batches have moved. Never blocks."""
@@ -104,6 +106,15 @@ class Tally:
                 return False
         return True
 
+    def hurry(self, number: int) -> None:
+        """Somebody waits until the device has been handed that batch, so that no pace is kept before it."""
+        if not self.hurries(number):
+            self._hurried[0] = np.uint32(number).view(np.int32)
+
+    def hurries(self, number: int) -> bool:
+        """Whether that batch is, or was, to be handed over without a pace."""
+        return _reaches(int(self._hurried[0]), number)
+
     def passed_over(self, number: int) -> None:
         """The device counts that batch though it has not been handed it, and never will be."""
         self._handed[0] = np.uint32(number).view(np.int32)
@@ -111,7 +122,7 @@ class Tally:
 
     def close(self) -> None:
         """Nobody waits any more; who asks gets what the count came to, also once its memory is given back."""
-        self._word, self._handed = self._word.copy(), self._handed.copy()
+        self._word, self._handed, self._hurried = self._word.copy(), self._handed.copy(), self._hurried.copy()
         self._bell.close()
 
 
@@ -153,10 +164,17 @@ class Wave(Awaited):
         self.queued = Latch()
         self.issued = Latch()
         """Set once the device has all of it, or has refused it."""
+        self.tables: list[Tables] = []
+        """What its programs have of the lane's pool, until they have been issued."""
 
     def number(self, index: int) -> int:
         """What the tally comes to with the flight of that index. Only once the wave is queued."""
         return (self.first + index) & _MOST
+
+    @property
+    def last(self) -> int:
+        """What it comes to with the last of them. Likewise."""
+        return self.number(len(self.errors) - 1)
 
     def queue(self) -> None:
         """Take the next numbers of the lane. Called in the order of its queue."""
@@ -166,17 +184,21 @@ class Wave(Awaited):
 
 
 class CudaFlight:
-    """One batch of a wave, from submission to landing. places: of its parts in the wave, ascending."""
+    """One batch of a wave, from submission to landing, or a part of one.
 
-    __slots__ = ("_places", "wave")
+    places: of its parts in the wave, ascending. last: the place of the batch's last part, itself unless given.
+    """
 
-    def __init__(self, wave: Wave, places: Sequence[int]) -> None:
+    __slots__ = ("_last", "_places", "wave")
+
+    def __init__(self, wave: Wave, places: Sequence[int], last: int | None = None) -> None:
         self.wave = wave
         self._places = places
+        self._last = places[-1] if last is None else last
 
     def part(self, nth: int) -> "CudaFlight":
         """The flight of one part of a series."""
-        return CudaFlight(self.wave, self._places[nth : nth + 1])
+        return CudaFlight(self.wave, self._places[nth : nth + 1], self._last)
 
     @property
     def done(self) -> bool:
@@ -216,13 +238,15 @@ class CudaFlight:
         return (self.wave.first + self._places[-1]) & _MOST
 
     def handed(self, timeout_s: float = 0.0) -> bool:
-        """Whether the device has it, or never will; waits up to `timeout_s` seconds."""
+        """Whether the device has it, or never will; waits up to `timeout_s` seconds, for which its batch is hurried."""
         wave = self.wave
         if wave.issued.is_set() or wave.done:
             return True
         deadline = time.monotonic() + timeout_s
         if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
             return False
+        if timeout_s:
+            wave.tally.hurry(wave.number(self._last))
         return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
 
     def promised(self, timeout_s: float) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
-from layercast.move.cuda_pace import LOW, pacing
+from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
 from layercast.move.words import address_of
 from layercast.plan.pieces import COLUMNS
@@ -41,9 +41,10 @@ program's numbers begin; and how many words there are."""
 LOOKS = 1 << 17
 """Looks at PUT by who has been stirred before it sleeps again: a millisecond or so. A thread that sleeps is
 woken in 0.1 ms, in which another has written most of a program."""
-HANDED, BELL, PACE, TALLY_BYTES = 8, 16, 32, 72
-"""A tally's words, from its count on, and how many bytes they are: the number of the last batch that the device has
-been handed, a bell's file and the address of what rings it, which it is behind each batch, and a pace."""
+BELL, PACE = 8, 24
+"""A tally's words, from its count on: a bell's file and the address of what rings it, which it is behind each batch,
+and a pace, in which stands the number of the last batch that the device has been handed."""
+TALLY_BYTES = PACE + 8 * PACE_WORDS
 FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
 """Copies in a program's first call, copies and bytes in any, at most: a thread that launches kernels waits for no more
 than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
@@ -244,7 +245,7 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
 
 def _counting(calls: Calls) -> Callable[[int, int, int], int]:
     """(stream, tally, number) -> error code: the device counts a batch, and whoever listens hears that it will."""
-    write, fetch, ring, low, handed, bell = calls.write, calls.fetch, calls.ring, LOW, HANDED, BELL
+    write, fetch, ring, low, handed, bell = calls.write, calls.fetch, calls.ring, LOW, PACE + 8 * HANDED, BELL
 
     def run(stream: int, tally: int, number: int) -> int:
         code, told = write(stream, tally, number & low, 0), np.empty(2, np.int64)
@@ -297,15 +298,17 @@ def _batches(calls: Calls, copies: Callable[..., int], code_of: CodeOf, ended: A
 
 def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
     """(a row of launches, errors, first): one by one, each counted behind itself."""
-    launch, step = calls.launch, LAUNCH_BYTES
+    launch, step, offsets = calls.launch, LAUNCH_BYTES, np.arange(0, LAUNCH_BYTES, 8)
 
     def run(row: Ints, errors: Errors, first: int) -> None:
         function, grid, threads, shared, stream, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
         launches, tally, number, owner = row[7], row[8], row[9], row[10]
+        pointers = np.empty_like(offsets)
         for nth in range(launches):
             whose, code = owner + nth if owner >= 0 else owner, 0
             if code_of(errors, whose) == 0:
-                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters + step * nth, 0)
+                pointers[:] = offsets + (parameters + step * nth)
+                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, pointers.ctypes.data, 0)
             ended(code, stream, tally, first + number + nth, errors, whose)
 
     return run

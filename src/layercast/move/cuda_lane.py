@@ -3,11 +3,9 @@
 Copies of one lane happen in the order in which their programs are issued. Does not know flights, gates or layers.
 """
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +16,9 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
+from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
 from layercast.move.cuda_ways import WORD, Ints, Rows, aligned, rows_of, stretches, surely_engine, way_of
-from layercast.move.kernels.pieces import PieceKernel, Table, table_of
-from layercast.move.words import address_of
+from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
@@ -36,10 +34,6 @@ as many as an H100 has cores: 64 reach 0.9 of what these do, and take the cores 
 PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 16 << 20)}
 """Marks ahead, at most, and bytes from mark to mark (see `cuda_pace`): as little under way as keeps a link busy while
 a thread writes the next program, 1 ms; from the device, where nobody waits for the next, 0.6 ms. A mark costs 4 us."""
-TABLES = 8
-"""Programs under way at a time that use the kernel; one more waits for the first to end."""
-TABLE_BYTES = 1 << 20
-"""Room for the kernel's tables of one program: 43,000 pieces."""
 _NO_PIECES = Pieces.join([])
 
 
@@ -51,39 +45,6 @@ class Slot:
     free: int
 
 
-class Part(NamedTuple):
-    """What goes through one slot of the staging buffer, whatever layer it is of.
-
-    long: copies between host memory and the slot, whose addresses here begin at 0. table: of the copies between the
-    slot, likewise, and the blocks.
-    """
-
-    long: Pieces
-    table: Table
-
-
-@dataclass(slots=True)
-class Tables:
-    """The kernel's tables of one program, written in pinned memory, read in device memory."""
-
-    host: int
-    device: int
-    free: int
-    used: int = 0
-    parts: dict[int, list[Part]] = field(default_factory=dict)
-    """By the id of what batches share: a table is written once for all layers."""
-    placed: dict[int, int] = field(default_factory=dict)
-    """By the id of a series: where the parameters of its launches begin."""
-
-    def add(self, rows: Rows) -> Table:
-        """Append a table."""
-        table, chunks = table_of(rows.table)
-        ctypes.memmove(self.host + self.used, address_of(table), table.nbytes)
-        address = self.device + self.used
-        self.used += table.nbytes
-        return Table(address, table.shape[1], len(rows), chunks)
-
-
 @dataclass(slots=True)
 class Staging:
     """What a lane has taken of device and pinned memory."""
@@ -91,8 +52,6 @@ class Staging:
     slots: list[Slot] = field(default_factory=list)
     slot_bytes: int = 0
     nth_slot: int = 0
-    tables: list[Tables] = field(default_factory=list)
-    nth_tables: int = 0
     blocks: list[tuple[str, int]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -105,7 +64,8 @@ class Staging:
 class Lane:
     """Streams and staging of one direction. Used by one thread, which has bound the driver.
 
-    But any thread may write a program that goes by the copy engine: of the lane that takes nothing that changes.
+    But any thread may write a program that is not staged: one by the copy engine takes nothing of the lane that
+    changes, and one by the kernel only tables that are its own.
     """
 
     def __init__(self, driver: Driver, direction: Direction, kernel: PieceKernel | None, staging_limit: int) -> None:
@@ -117,18 +77,17 @@ class Lane:
         self.staging = Staging()
         self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
         self._tail, self._filled = driver.event(), driver.event()
-        self._tables: Tables | None = None
-        if kernel is not None:
-            self._take_tables()
-            if direction in (Direction.UP, Direction.DOWN) and staging_limit:
-                self._take_slots(staging_limit // SLOTS // 256 * 256)
+        self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
+        """For the kernel's programs. Without any there is no kernel."""
+        if self.tables and direction in (Direction.UP, Direction.DOWN) and staging_limit:
+            self._take_slots(staging_limit // SLOTS // 256 * 256)
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
         staging, self.staging = self.staging, Staging()
         for stream in (self.copy, self.spread):
             self.driver.drop_stream(stream)
-        for tables in staging.tables:
+        for tables in self.tables.close(0.0):
             self.driver.drop_event(tables.free)
         for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
@@ -139,19 +98,19 @@ class Lane:
 
     def way(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
-        kernel, first_of = bool(self.staging.tables), next((batch for batch in batches if len(batch.pieces)), None)
+        kernel, first_of = bool(self.tables), next((batch for batch in batches if len(batch.pieces)), None)
         if first_of is None:
             return Way.ENGINE
         sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-        if surely_engine(sample, self.costs, kernel=kernel):
+        size = sample.size
+        if surely_engine(size, self.costs, kernel=kernel):
             return Way.ENGINE
-        first = rows_of(sample)
-        fits = bool(self.staging.slots) and int(first.length.max(initial=0)) <= self.staging.slot_bytes
-        way = way_of(first, self.direction, self.costs, staging=fits, kernel=kernel)
+        fits = bool(self.staging.slots) and int(sample.length.max(initial=0)) <= self.staging.slot_bytes
+        way = way_of(sample, size, self.direction, self.costs, staging=fits, kernel=kernel)
         if way is Way.ENGINE:
             return way
         shared = {id(batch.pieces.table): batch.pieces for batch in batches}.values()
-        rows = sum(part.size[1] for part in shared)
+        rows = sum(int(part.count.sum()) for part in shared)
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
         fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
         if way is Way.STAGED:
@@ -159,22 +118,17 @@ class Lane:
         fits &= all(aligned(part.table) for part in shared) and not any(map(_odd, batches))
         return way if fits else Way.ENGINE
 
-    def start(self, program: Program, way: Way) -> int:
-        """The first rows of a program: behind all that this lane did before. Returns what `finish` wants back.
+    def start(self, program: Program, way: Way) -> None:
+        """The first rows of a program: behind all that this lane did before, and its tables where it has any.
 
-        Of what is staged only the second half waits: the first one
-        fills slots, which say themselves when they are free.
+        Of what is staged only the second half waits: the first one fills slots, which say themselves when they are
+        free.
         """
-        program.pace = self.tally.pace
         program.wait(self._last(way), self._tail)
-        if way is not Way.ENGINE:
-            self.staging.nth_tables += 1
-            self._tables = self.staging.tables[self.staging.nth_tables % TABLES]
-            self.driver.sleep_until(self._tables.free)
-            self._tables.used = 0
-            self._tables.parts.clear()
-            self._tables.placed.clear()
-        return len(program.rows)
+        if program.tables is not None:
+            reads = self.spread if way is Way.STAGED else self.copy
+            program.copies_of(*program.tables.upload, reads, batched=False)
+        program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
         """What moves next waits for a flight of another lane, or for the caller's compute."""
@@ -194,39 +148,38 @@ class Lane:
 
         pinned: the device reaches both sides.
         """
-        stream, tally = self._last(way), self.tally.address
-        moved = [] if way is Way.ENGINE else self._parts(series.pieces, way)
-        if not moved:  # by the engine; or there are no bytes, and only the counting is left
+        stream, tally, tables = self._last(way), self.tally.address, program.tables
+        moved = [] if tables is None else self._parts(tables, series.pieces, way)
+        if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
-            at = self._placed(program, series, moved) + LAUNCH_BYTES * parts.start
+            at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
             program.launches(self._launched(GRID[self.direction]), stream, at, len(parts), tally, number)
         else:
             self._stage(program, series, parts, moved, number)
         return stream
 
-    def skip(self, number: int) -> None:
-        """Count a batch that will not be moved, so that no stream waits for it for ever."""
-        self.driver.check("cuStreamWaitEvent", self.driver.calls.wait(self.copy, self._tail, 0))
+    def skip(self, number: int, held: Sequence[Tables]) -> None:
+        """Count a batch that will not be moved, so that no stream waits for it for ever.
+
+        held: tables of programs of which it is not known how much the device has been handed.
+        """
+        self._wait_for(self._tail)
+        for tables in held:
+            self.driver.record(tables.free, self.spread)
+            self._wait_for(tables.free)
+            self.driver.record(tables.free, self.copy)
         self.driver.stream_writes_value(self.copy, self.tally.address, number)
         self.driver.record(self._tail, self.copy)
         self.tally.passed_over(number)
 
-    def finish(self, program: Program, way: Way, started: int, stream: int) -> None:
-        """The last rows of a program, and the upload of its tables, by the stream that reads them, before the first."""
-        if way is not Way.ENGINE:  # one by the engine may be written meanwhile, by another thread
-            tables, self._tables = self._tables, None
-            assert tables is not None
-            program.record(tables.free, stream)
-            first = program.rows[started:]
-            del program.rows[started:]
-            program.owner = EVERYBODYS
-            upload = Pieces.plain(*np.array([[tables.host], [tables.device], [tables.used]], np.int64))
-            program.pace = 0  # marks ascend on one stream alone
-            reads = self.spread if way is Way.STAGED else self.copy
-            program.copies(Series(upload), range(1), reads, batched=False)
-            program.rows += first
+    def finish(self, program: Program, stream: int) -> None:
+        """The last rows of a program."""
+        program.owner = EVERYBODYS
+        if program.tables is not None:
+            program.tables.complete()
+            program.record(program.tables.free, stream)
         program.record(self._tail, stream)
 
     def _stage(self, program: Program, series: Series, chosen: range, parts: Sequence[Part], number: int) -> None:
@@ -261,22 +214,19 @@ class Lane:
         assert self.kernel is not None
         return self.kernel.function, grid, self.kernel.threads, self.kernel.shared
 
-    def _placed(self, program: Program, series: Series, parts: Sequence[Part]) -> int:
+    def _placed(self, program: Program, tables: Tables, series: Series, parts: Sequence[Part]) -> int:
         """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
-        assert self._tables is not None
-        if (at := self._tables.placed.get(id(series))) is None:
-            at = self._tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
+        if (at := tables.placed.get(id(series))) is None:
+            at = tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
         return at
 
     def _parameters(self, program: Program, parts: Sequence[Part], shifts: Ints) -> int:
         """Where those of launches lie that take these parts in turn, each with its shifts."""
         assert self.kernel is not None
-        return program.parameters(self.kernel.values([part.table for part in parts], shifts))
+        return program.hold(self.kernel.values([part.table for part in parts], shifts))
 
-    def _parts(self, pieces: Pieces, way: Way) -> list[Part]:
-        """What pieces are, apart from their shift, with tables that this program has for all layers; [] = no bytes."""
-        tables = self._tables
-        assert tables is not None
+    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
+        """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
             rows = rows_of(Pieces(pieces.table))
             if way is Way.STAGED:
@@ -313,23 +263,25 @@ class Lane:
         """The stream behind which a way's batches are complete, and that counts them."""
         return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
 
+    def _wait_for(self, event: int) -> None:
+        """What copies goes on after an event, at once."""
+        self.driver.check("cuStreamWaitEvent", self.driver.calls.wait(self.copy, event, 0))
+
     def _hand_over(self, program: Program, from_: int, to: int) -> None:
         """What `to` gets next goes behind all that `from_` has now."""
         program.record(self._filled, from_)
         program.wait(to, self._filled)
 
-    def _take_tables(self) -> None:
-        """Memory for the kernel's tables; without it there is no kernel."""
+    def _take_tables(self) -> list[Tables]:
+        """Tables in memory of their own; none where there is no more."""
         host = self._take("host", TABLES * TABLE_BYTES)
         device = self._take("device", TABLES * TABLE_BYTES) if host else 0
-        if device:
-            steps = range(0, TABLES * TABLE_BYTES, TABLE_BYTES)
-            event = self.driver.event
-            self.staging.tables = [Tables(host + step, device + step, event()) for step in steps]
+        steps = range(0, TABLES * TABLE_BYTES if device else 0, TABLE_BYTES)
+        return [Tables(host + step, device + step, self.driver.event()) for step in steps]
 
     def _take_slots(self, nbytes: int) -> None:
         """Device memory to stage in; without it copies are not staged."""
-        base = self._take("device", SLOTS * nbytes) if self.staging.tables else 0
+        base = self._take("device", SLOTS * nbytes)
         if base:
             self.staging.slot_bytes = nbytes
             self.staging.slots = [Slot(base + nth * nbytes, self.driver.event()) for nth in range(SLOTS)]

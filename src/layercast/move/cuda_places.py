@@ -10,7 +10,13 @@ from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_pin import Pinning
 from layercast.plan.pieces import Series, Side
 
-_HOST: dict[Direction, tuple[Side, ...]] = {Direction.UP: ("source",), Direction.DOWN: ("target",)}
+_HOST: dict[Direction, tuple[Side, ...]] = {
+    Direction.UP: ("source",),
+    Direction.DOWN: ("target",),
+    Direction.LOCAL: ("source", "target"),
+    Direction.PEER: (),
+}
+"""Sides that lie in host memory; of a batch that is local both do, or none."""
 _ROW: dict[Side, int] = {"source": 0, "target": 1}
 
 
@@ -29,14 +35,21 @@ def direction_of(driver: Driver, batches: Sequence[Series]) -> Direction:
 
 def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction, batches: Sequence[Series]) -> bool:
     """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
-    host = _HOST.get(direction, ("source", "target"))
+    host = _HOST[direction]
     first = next((batch for batch in batches if len(batch.pieces)), None)
     if first is not None and len(host) == 1:
         at = _first(first, host[0])
         if any(pinning.done and at in pinning for pinning in pinnings):
             return True  # asking for each end again would cost more than writing the program
+    if direction is Direction.LOCAL:
+        batches = [batch for batch in batches if len(batch.pieces) and not _inside(driver, batch)]
     ends = [end for side in host for batch in batches for end in _ends(batch, side)]
     return all(driver.kind_of(end) != PAGEABLE for end in ends and (min(ends), max(ends)))
+
+
+def _inside(driver: Driver, series: Series) -> bool:
+    """Whether it is inside the device. It has pieces."""
+    return driver.kind_of(_first(series, "source")) == DEVICE == driver.kind_of(_first(series, "target"))
 
 
 def _first(series: Series, side: Side) -> int:

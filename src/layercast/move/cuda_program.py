@@ -10,6 +10,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.cuda_tables import Tables
 from layercast.move.kernels.pieces import PARAMETERS
 from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
@@ -18,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 WIDTH = 11
 """Columns of a row: what to do, up to nine arguments, and whose it is."""
 LAUNCH_BYTES = 8 * PARAMETERS
-"""From the pointers to one launch's parameters to those of the next."""
+"""What one launch's parameters take."""
 EVERYBODYS = -1
 """The owner of a row whose failure is everyone's."""
 
@@ -46,6 +47,8 @@ class Program:
     """By their id: where their arrays and their shifts lie."""
     pace: int = 0
     """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
+    tables: Tables | None = None
+    """What its launches read; None where there are none. Its own until it has been issued, or never will be."""
 
     def table(self) -> Ints:
         """The rows as an int64 array [rows, WIDTH]."""
@@ -76,13 +79,6 @@ class Program:
         """One batch of what `columns` has said, shifted by the two numbers at the address `shift`; counted likewise."""
         self._add(Op.COPIES, *columns, stream, batched, shift, 1, tally, number, self.pace)
 
-    def parameters(self, values: Ints) -> int:
-        """Where the parameters of launches lie, those of each LAUNCH_BYTES further.
-
-        values: int64 [launches, PARAMETERS], 64-bit values or 32-bit ones in their low half.
-        """
-        return self.hold(self.hold(values) + 8 * np.arange(values.size, dtype=np.int64))
-
     def launches(
         self,
         kernel: tuple[int, int, int, int],
@@ -95,7 +91,7 @@ class Program:
         """Launches, a batch each, owned and counted as those of `copies`.
 
         kernel: its function, programs, threads a program, and bytes of shared memory. parameters: where those of the
-        first lie, as `parameters` has placed them.
+        first lie (PARAMETERS values of 64 bits, or of 32 in their low half); LAUNCH_BYTES further those of the next.
         """
         self._add(Op.LAUNCHES, *kernel, stream, parameters, count, tally, number)
 

@@ -12,6 +12,7 @@ from layercast.move.costs import Costs, Direction, Way
 from layercast.plan.pieces import COLUMNS, Pieces
 
 Ints = npt.NDArray[np.int64]
+_COUNT = COLUMNS.index("count")
 WORD = 16
 """Bytes a kernel moves at a time: what it moves must start and end on a multiple."""
 EDGE = 1.25
@@ -57,14 +58,15 @@ class Rows:
 def aligned(table: Ints) -> bool:
     """Whether a kernel can move the pieces or rows of a table: addresses, strides and lengths are multiples of WORD."""
     bits = np.bitwise_or.reduce(table, axis=1).tolist()
-    return not any(ones % WORD for name, ones in zip(COLUMNS, bits, strict=False) if name != "count")
+    return not any(ones % WORD for ones in bits[:_COUNT] + bits[_COUNT + 1 :])
 
 
 def rows_of(pieces: Pieces) -> Rows:
     """Pieces as rows, those of each together and in order."""
     table = pieces.placed
     source, target, length, count, source_stride, target_stride = table
-    if (count == 1).all() and length.all():
+    low = table[2:4].min(axis=1, initial=1).tolist()
+    if min(low) > 0 and count.max(initial=1) == 1:
         return Rows(table[:3])
     count = np.where(length > 0, count, 0)
     index = np.repeat(np.arange(len(count)), count)
@@ -81,14 +83,15 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
 
 
-def surely_engine(pieces: Pieces, costs: Costs, *, kernel: bool) -> bool:
-    """Whether `way_of` will say so wherever the pieces lie: to see that takes microseconds, a look at all rows tens.
+def surely_engine(size: tuple[int, int], costs: Costs, *, kernel: bool) -> bool:
+    """Whether `way_of` will say so of pieces of that size wherever they lie: to see that takes microseconds, a look at
+    all rows tens.
 
     No way is faster than the link, or than the kernel over it.
     """
     if costs.forced is not None or not kernel:
         return not kernel or costs.forced is Way.ENGINE
-    nbytes, count = pieces.size
+    nbytes, count = size
     return _engine_us(nbytes, count, costs) <= nbytes / max(costs.gbps, costs.kernel_gbps) / 1e3
 
 
@@ -97,18 +100,20 @@ def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
     return 1.0 / EDGE * max(nbytes / costs.gbps / 1e3, count * costs.piece_us)
 
 
-def way_of(rows: Rows, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
-    """The way expected to take least time, where the engine alone has its edge."""
-    count = len(rows)
-    if count < 2 or not kernel or not aligned(rows.table):
+def way_of(
+    pieces: Pieces, size: tuple[int, int], direction: Direction, costs: Costs, *, staging: bool, kernel: bool
+) -> Way:
+    """The way expected to take least time, where the engine alone has its edge. size: that of the pieces."""
+    nbytes, count = size
+    if count < 2 or not kernel or not aligned(pieces.table):
         return Way.ENGINE
     staging &= direction in (Direction.UP, Direction.DOWN)
     if costs.forced is not None:
         return Way.ENGINE if costs.forced is Way.STAGED and not staging else costs.forced
-    nbytes = int(rows.length.sum())
     link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
     took = {Way.ENGINE: _engine_us(nbytes, count, costs)}
     if staging:
+        rows = rows_of(pieces)
         host = rows.source if direction is Direction.UP else rows.target
         runs = int(stretches(host, rows.length)[1][-1]) + 1
         took[Way.STAGED] = max(link_us, row_us, runs * costs.piece_us)

@@ -7,7 +7,7 @@ purpose: they run beside a model, and a link is full long before a GPU is. Does 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,27 +37,17 @@ class PieceKernel:
         """Its parameters in each launch, int64 [launches, PARAMETERS].
 
         tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes to add to sources and
-        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
+        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses and lengths, shifted
+        and not: `Lane.way` sends nothing else here.
         """
-        assert_aligned(shifts)
-        assert not any(table.address % WORD_BYTES or table.columns % 2 for table in tables)
         made = np.zeros((len(shifts), PARAMETERS), np.int64)
-        made.reshape(-1, len(tables), PARAMETERS)[:, :, :5] = [
-            (
-                table.address,
-                table.address + 8 * table.columns,
-                table.address + 16 * table.columns,
-                table.pieces,
-                table.chunks,
-            )
-            for table in tables
-        ]
+        for nth, (at, columns, pieces, chunks) in enumerate(tables):
+            made[nth :: len(tables), :5] = at, at + 8 * columns, at + 16 * columns, pieces, chunks
         made[:, 5:7] = shifts
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """What the kernel copies: a table in device memory, its columns, the pieces in it, and turns the longest takes."""
 
     address: int
@@ -66,17 +56,22 @@ class Table:
     chunks: int
 
 
-def table_of(rows: Ints) -> tuple[Ints, int]:
-    """(int64 [3, columns]: from, to, 8-byte words of each piece, turns the longest takes). The columns are even.
+def even(pieces: int) -> int:
+    """Columns of a table of so many pieces: rows begin at multiples of 16 bytes."""
+    return pieces + pieces % 2
 
-    rows: int64 [3, pieces], the same with bytes.
+
+def table_of(rows: Ints, table: Ints) -> int:
+    """Write from, to and 8-byte words of each piece into `table`; the turns that the longest takes.
+
+    rows: int64 [3, pieces], the same with bytes, multiples of 16. table: int64 [3, even(pieces)].
     """
-    assert_aligned(rows)
-    count = rows.shape[1]
-    table = np.zeros((3, count + count % 2), np.int64)
+    count, words = rows.shape[1], table[2]
     table[:, :count] = rows
-    table[2] >>= 3
-    return table, -(-int(table[2].max(initial=0)) // BLOCK)
+    if count < len(words):
+        table[:, count:] = 0
+    words >>= 3
+    return -(-int(words.max(initial=0)) // BLOCK)
 
 
 def assert_aligned(*arrays: Ints) -> None:
