@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_ways import rows_of, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import aligned, rows_of, stretches, surely_engine, way_of
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
@@ -16,7 +16,8 @@ def scattered(blocks, size, *, host_run):
 
 
 def choice(pieces, direction=Direction.UP, **available):
-    return way_of(pieces, pieces.size, direction, COSTS, **{"staging": True, "kernel": True, **available})
+    fits = {"staging": True, "kernel": aligned(pieces.table)}
+    return way_of(pieces, pieces.size, direction, COSTS, **{**fits, **available})
 
 
 def test_large_pieces_go_by_the_copy_engine():

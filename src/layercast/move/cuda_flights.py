@@ -25,6 +25,7 @@ from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
 from layercast.move.cuda_pace import HANDED, HURRIED, keep
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
+from layercast.move.naps import on_time
 from layercast.move.words import words_at
 
 _MOST = 0xFFFFFFFF
@@ -219,14 +220,19 @@ class CudaFlight:
 
         Looks at the count by itself, ever more rarely: whoever is told by other threads hears 0.3 ms later.
         """
-        began, spent = time.monotonic(), 0.0
-        while not self.done and spent < timeout_s:
-            time.sleep(min(max(NAP_S, LATE * spent), timeout_s - spent))
-            spent = time.monotonic() - began
+        if not self.done:
+            with on_time():
+                self._nap(timeout_s)
         if not self.done:
             raise DeadlineExceeded(f"not ended within {timeout_s:g} s; it may still land later")
         if (error := self.error) is not None:
             raise error
+
+    def _nap(self, timeout_s: float) -> None:
+        began, spent = time.monotonic(), 0.0
+        while not self.done and spent < timeout_s:
+            time.sleep(min(max(NAP_S, LATE * spent), timeout_s - spent))
+            spent = time.monotonic() - began
 
     def then(self, call: Callable[[Flight], None]) -> None:
         """Call `call(self)` once it has ended."""

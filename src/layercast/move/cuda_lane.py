@@ -105,18 +105,15 @@ class Lane:
         size = sample.size
         if surely_engine(size, self.costs, kernel=kernel):
             return Way.ENGINE
-        fits = bool(self.staging.slots) and int(sample.length.max(initial=0)) <= self.staging.slot_bytes
-        way = way_of(sample, size, self.direction, self.costs, staging=fits, kernel=kernel)
-        if way is Way.ENGINE:
-            return way
         shared = {id(batch.pieces.table): batch.pieces for batch in batches}.values()
         rows = sum(int(part.count.sum()) for part in shared)
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
         fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        if way is Way.STAGED:
-            fits &= max(int(part.length.max(initial=0)) for part in shared) <= self.staging.slot_bytes
-        fits &= all(aligned(part.table) for part in shared) and not any(map(_odd, batches))
-        return way if fits else Way.ENGINE
+        if not fits or not all(aligned(part.table) for part in shared) or any(map(_odd, batches)):
+            return Way.ENGINE
+        slot_bytes = self.staging.slot_bytes
+        staging = bool(slot_bytes) and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared)
+        return way_of(sample, size, self.direction, self.costs, staging=staging, kernel=kernel)
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.

@@ -103,9 +103,12 @@ def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
 def way_of(
     pieces: Pieces, size: tuple[int, int], direction: Direction, costs: Costs, *, staging: bool, kernel: bool
 ) -> Way:
-    """The way expected to take least time, where the engine alone has its edge. size: that of the pieces."""
+    """The way expected to take least time, where the engine alone has its edge.
+
+    size: that of the pieces. kernel: whether there is one and it can move them. staging: whether they fit a slot each.
+    """
     nbytes, count = size
-    if count < 2 or not kernel or not aligned(pieces.table):
+    if count < 2 or not kernel:
         return Way.ENGINE
     staging &= direction in (Direction.UP, Direction.DOWN)
     if costs.forced is not None:
