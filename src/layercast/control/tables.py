@@ -30,7 +30,7 @@ def allocated(spec: GroupSpec, table: Table, indices: Sequence[int]) -> Sequence
 def blocks_at(table: Table, indices: Sequence[int]) -> tuple[int, ...]:
     """The engine blocks at some indices. Raises BadBlocks where there is none."""
     blocks = at_indices(table, indices)
-    if None in blocks:
+    if not all(blocks) and None in blocks:  # the first is the faster question
         index = indices[blocks.index(None)]
         raise BadBlocks(f"block {index} is to be moved, but the engine has allocated no memory for it")
     return tuple(cast(Sequence[int], blocks))

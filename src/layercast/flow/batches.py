@@ -19,7 +19,7 @@ from layercast.plan.batches import batches_of, windows_by_layer, windows_of
 from layercast.plan.pieces import CopyPlan, Route, Side, route_between
 from layercast.spec.groups import Layout
 
-SAVE_PARTS, AT_ONCE_BYTES = 8, 64 << 20
+SAVE_PARTS, AT_ONCE_BYTES = 4, 64 << 20
 """In how many parts a device saves a step's layers, if they are more bytes than a link carries in a millisecond."""
 
 

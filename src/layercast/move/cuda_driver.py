@@ -202,7 +202,7 @@ class Driver:
     def device_of(self, address: int) -> int:
         """The number of the device whose memory the address lies in, or near for pinned memory; -1 for other memory."""
         device = ctypes.c_int(-1)
-        code = self._lib.cuPointerGetAttribute(ctypes.byref(device), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+        code = self._quick.cuPointerGetAttribute(ctypes.byref(device), _DEVICE_ORDINAL, ctypes.c_uint64(address))
         return int(device.value) if code == 0 else -1
 
     def reach(self, device: int) -> None:

@@ -76,7 +76,7 @@ class Due:
 
 def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:
     """Block tables by group; vLLM's block 0 is the null block."""
-    return [[block or None for block in ids] if 0 in ids else ids for ids in block_ids]
+    return [ids if all(ids) else [block or None for block in ids] for ids in block_ids]
 
 
 def table_to_save(

@@ -181,7 +181,6 @@ class SchedulerHooks(KVConnectorBase_V1):
         if not known.local:
             known.saved = match.tokens  # the pool has all that the engine holds of it
         self._drain_until_s = time.monotonic() + DRAIN_S
-        self._holds.hold(order.id, order.pairs)
         if known.parked:
             self._due.background.append(order)
         else:
@@ -213,8 +212,10 @@ class SchedulerHooks(KVConnectorBase_V1):
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled and self._forwards.coming:
             self._join(scheduled)
-        self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
         self._loads_are_known(scheduler_output)
+        for load in (*self._due.loads, *self._due.background):
+            self._holds.hold(load.id, load.pairs)
+        self._forwards.read_by(scheduled, self.tracked, self._tables, misled=bool(self._due.lost_blocks))
         patience = 0
         if self.side is not None:
             self.side.name()  # what the last step saves: its forward is under way
@@ -229,7 +230,7 @@ class SchedulerHooks(KVConnectorBase_V1):
         return NOTHING if due.empty else due.orders()
 
     def _loads_are_known(self, scheduler_output: SchedulerOutput) -> None:
-        """The step's loads are known, if there are any, and its saves not yet."""
+        """The loads are known, the saves not yet. Nothing is freed between a promise and this; blocks are held next."""
 
     def _join(self, scheduled: Collection[str]) -> None:
         """Have the forward wait for loads that were said to have come; a failed one is lost to the first that reads it.
