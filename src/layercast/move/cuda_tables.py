@@ -23,7 +23,7 @@ TABLES = 8
 SPARE = TABLES // 2
 """Of these for the thread that issues alone: it must never wait for a program that stands behind its own."""
 TABLE_BYTES = 1 << 20
-"""Room for the kernel's tables of one program: 43,000 pieces."""
+"""Room for the kernel's tables of one program: 43,000 pieces, half of which a lane keeps for what padding may add."""
 
 
 class Part(NamedTuple):
