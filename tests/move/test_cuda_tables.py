@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from async_device import AsyncDevice
-from host_device import DeviceMemory, HostDevice
+from host_device import KERNEL, DeviceMemory, HostDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cuda_mover import KERNELS, mover_of, series_in
@@ -23,6 +23,7 @@ from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_tables import SPARE, TABLE_BYTES, TABLES, Pool, Tables
 from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight
+from layercast.move.kernels.pieces import Table, table_of
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
 
@@ -109,6 +110,19 @@ def test_tables_hold_what_was_added_and_say_how_much_there_is_to_upload():
     assert MEMORY[:18].tolist() == [16, 160, 0, 0, 32, 320, 16, 0, 6, 60, 2, 0, 1600, 0, 3200, 0, 1 << 17, 0]
     tables.complete()
     assert tables._copy.tolist() == [MEMORY.ctypes.data, 1 << 40, 144, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_a_launch_asserts_what_the_compiled_code_relies_on(column):
+    rows, shifts = np.full((3, 2), 64, np.int64), np.zeros((2, 2), np.int64)
+    rows[column, 1] = shifts[1, column % 2] = 8
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        table_of(rows, np.zeros((3, 2), np.int64))
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        KERNEL.values([Table(1 << 40, 2, 2, 1)], shifts)
+    for table in (Table((1 << 40) + 8, 2, 2, 1), Table(1 << 40, 3, 2, 1)):
+        with pytest.raises(AssertionError):
+            KERNEL.values([table], shifts * 2)
 
 
 def test_who_closes_a_pool_waits_for_who_writes_in_tables_of_it():

@@ -37,9 +37,10 @@ class PieceKernel:
         """Its parameters in each launch, int64 [launches, PARAMETERS].
 
         tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes to add to sources and
-        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses and lengths, shifted
-        and not: `Lane.way` sends nothing else here.
+        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
+        assert_aligned(shifts)
+        assert not any(table.address % WORD_BYTES or table.columns % 2 for table in tables)
         made = np.zeros((len(shifts), PARAMETERS), np.int64)
         for nth, (at, columns, pieces, chunks) in enumerate(tables):
             made[nth :: len(tables), :5] = at, at + 8 * columns, at + 16 * columns, pieces, chunks
@@ -64,8 +65,9 @@ def even(pieces: int) -> int:
 def table_of(rows: Ints, table: Ints) -> int:
     """Write from, to and 8-byte words of each piece into `table`; the turns that the longest takes.
 
-    rows: int64 [3, pieces], the same with bytes, multiples of 16. table: int64 [3, even(pieces)].
+    rows: int64 [3, pieces], the same with bytes. table: int64 [3, even(pieces)].
     """
+    assert_aligned(rows)
     count, words = rows.shape[1], table[2]
     table[:, :count] = rows
     if count < len(words):
