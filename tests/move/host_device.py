@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, Driver
+from layercast.move.cuda_issue import plain_issue
 from layercast.move.kernels.pieces import PieceKernel, copy_reference
 
 KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
@@ -40,6 +41,8 @@ class HostDevice:
 
     batches = True
     batch_attributes = (0, 0)
+    issue = staticmethod(plain_issue)
+    """What makes a mover's loop."""
     device, uuid, version = 0, "00ff" * 8, 13000
 
     def __init__(self, room: int = 1 << 30) -> None:

@@ -14,21 +14,14 @@ from test_cuda_mover import KERNELS, mover_of, series_in
 from layercast.move.costs import Way, only
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST
-from layercast.move.cuda_issue import plain_issue
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_tables import TABLES
 from layercast.testing.move_laws import SOON_S, pieces_of
 
 
-def host_device():
-    device = HostDevice()
-    device.issue = plain_issue
-    return device
-
-
 @pytest.fixture
 def device():
-    return host_device()
+    return HostDevice()
 
 
 SHAPES = st.tuples(st.integers(0, 5), st.sets(st.integers(0, 4), min_size=1).map(lambda turns: (*sorted(turns),)))
@@ -43,7 +36,7 @@ SHAPES = st.tuples(st.integers(0, 5), st.sets(st.integers(0, 4), min_size=1).map
 def test_whatever_series_move_by_the_kernel_every_byte_is_in_place_and_every_part_counted_in_its_turn(
     shapes, way, kinds
 ):
-    device = host_device()
+    device = HostDevice()
     mover, memory = mover_of(device, only(way), staging=3 * 256), DeviceMemory(device, kinds)
     made = [series_in(memory, blocks, turns) for blocks, turns in shapes]
     flights = mover.submit_all([series for series, _, _ in made])
@@ -121,7 +114,6 @@ def test_a_step_of_which_the_kernel_takes_a_part_moves_all_the_same(device):
 def test_programs_that_use_a_table_while_others_are_under_way_move_what_is_theirs():
     """More of them than there are tables, on a device that carries out later what it has been given."""
     device = AsyncDevice(longest=64)
-    device.issue = plain_issue
     mover, memory, choose = mover_of(device, KERNELS), DeviceMemory(device, (DEVICE,)), np.random.default_rng(0)
     steps = [
         [series_in(memory, int(choose.integers(2, 9)), (0, 1, 2)) for _ in range(int(choose.integers(1, 4)))]

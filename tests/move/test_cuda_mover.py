@@ -17,7 +17,7 @@ from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST, libc
-from layercast.move.cuda_issue import Issue, plain_issue
+from layercast.move.cuda_issue import Issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
@@ -34,7 +34,7 @@ class OnHostDevice(MoverLaws):
 
     def make_mover(self):
         self.device = HostDevice()
-        issue = plain_issue(self.device.calls, self.device.batch_attributes)
+        issue = self.device.issue(self.device.calls, self.device.batch_attributes)
         mover = CudaMover(self.device, self.kernel, issue, lambda: 1, 3 << 16)
         mover.prefer(self.costs)
         return mover
@@ -54,9 +54,7 @@ class TestByKernel(OnHostDevice):
 
 @pytest.fixture
 def device():
-    device = HostDevice()
-    device.issue = plain_issue
-    return device
+    return HostDevice()
 
 
 def mover_of(device, costs=STAGED, kernel=KERNEL, staging=3 * 4096):
@@ -465,7 +463,6 @@ def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_
 @pytest.fixture
 def later():
     device = AsyncDevice()
-    device.issue = plain_issue
     yield device
     device.end()
 

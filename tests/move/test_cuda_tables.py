@@ -18,7 +18,6 @@ from layercast.errors import BrokenInvariant, DeadlineExceeded, DeviceFailed, Mi
 from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST
-from layercast.move.cuda_issue import plain_issue
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_tables import SPARE, TABLE_BYTES, TABLES, Pool, Tables
 from layercast.move.cuda_ways import rows_of
@@ -29,15 +28,12 @@ from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
 @pytest.fixture
 def device():
-    device = HostDevice()
-    device.issue = plain_issue
-    return device
+    return HostDevice()
 
 
 @pytest.fixture
 def later():
     device = AsyncDevice(longest=64)
-    device.issue = plain_issue
     yield device
     device.end()
     assert device.troubles == []

@@ -17,7 +17,7 @@ def scattered(blocks, size, *, host_run):
 
 def choice(pieces, direction=Direction.UP, **available):
     fits = {"staging": True, "kernel": aligned(pieces.table)}
-    return way_of(pieces, pieces.size, direction, COSTS, **{**fits, **available})
+    return way_of(pieces, direction, COSTS, **{**fits, **available})
 
 
 def test_large_pieces_go_by_the_copy_engine():
@@ -57,7 +57,7 @@ def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
     costs, size = Costs(*figures), 16 * words
     pieces = scattered(blocks, size, host_run=host_run)
     if surely_engine(pieces.size, costs, kernel=kernel):
-        assert way_of(pieces, pieces.size, direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
+        assert way_of(pieces, direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
 
 
 def test_blocks_of_common_models_surely_go_by_the_engine():

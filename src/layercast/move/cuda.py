@@ -25,7 +25,7 @@ from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_places import all_pinned, direction_of
-from layercast.move.cuda_program import EVERYBODYS, WIDTH, Program
+from layercast.move.cuda_program import EVERYBODYS, Ints, Program
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
@@ -134,13 +134,14 @@ class CudaMover(Mover):
         lane, runs, laid = arm.lane, orders.runs(), False
         wave = Wave(self._driver, lane.tally, sum(len(run.parts) for run in runs), self._events.take())
         wave.then(lambda _: self._ended(lane, wave))
+        way, pinned = None, False
         early: Program | None = None
-        way, pinned, table = None, False, np.zeros((0, WIDTH), np.int64)
+        table: Ints | None = None
 
         def queued() -> None:
             nonlocal laid
             wave.queue()
-            if early is not None:
+            if table is not None:
                 laid = arm.desk.lay(table, self._cuts, wave.errors, wave.first)
 
         def run(_ready_at: float) -> None:

@@ -115,7 +115,7 @@ class Lane:
         slot_bytes = self.staging.slot_bytes
         staging = bool(slot_bytes) and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared)
         sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-        return way_of(sample, sample.size, self.direction, self.costs, staging=staging, kernel=kernel)
+        return way_of(sample, self.direction, self.costs, staging=staging, kernel=kernel)
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.

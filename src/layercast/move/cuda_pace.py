@@ -49,13 +49,15 @@ def pacing(calls: Calls) -> Callable[[int, int, int], int]:
         if state[since] >= state[due] * (rarer if hurry else 1):
             state[marked], state[since] = state[marked] + 1, 0
             code = write(stream, pace, state[marked] & low, 0)
-            while code == 0 and looks < naps:
-                hurry = 0 < ((state[hurried] - state[handed]) & low) <= low >> 1
-                if ((state[marked] - state[passed]) & low) < (far if hurry else state[ahead]):
-                    break
+            while (
+                code == 0
+                and looks < naps
+                and ((state[marked] - state[passed]) & low) >= (far if hurry else state[ahead])
+            ):
                 rest(nap_us)
                 fetch(at, pace, 8)
                 fetch(at + 8 * hurried, pace + 8 * hurried, 8)
+                hurry = 0 < ((state[hurried] - state[handed]) & low) <= low >> 1
                 looks += 1
         fetch(pace + 8 * marked, at + 8 * marked, 16)
         return code

@@ -15,7 +15,7 @@ import numpy as np
 from layercast.errors import DeadlineExceeded
 from layercast.move.cuda_ways import Ints, Rows
 from layercast.move.kernels.pieces import Table, even, table_of
-from layercast.move.words import address_of, longs_at
+from layercast.move.words import address_of, words_at
 from layercast.plan.pieces import COLUMNS, Pieces
 
 TABLES = 8
@@ -62,7 +62,7 @@ class Tables:
         self._copy = np.array([self.host, self.device, 0, 1, 0, 0, 0, 0], np.int64)
         at = address_of(self._copy)
         self.upload = (at, 1), at + 8 * len(COLUMNS)
-        self._room = longs_at(self.host, TABLE_BYTES // 8)
+        self._room = words_at(self.host, TABLE_BYTES // 4).view(np.int64)
 
     def clear(self) -> None:
         """Forget the program that had them."""

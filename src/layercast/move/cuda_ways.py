@@ -12,7 +12,6 @@ from layercast.move.costs import Costs, Direction, Way
 from layercast.plan.pieces import COLUMNS, Pieces
 
 Ints = npt.NDArray[np.int64]
-_COUNT = COLUMNS.index("count")
 WORD = 16
 """Bytes a kernel moves at a time: what it moves must start and end on a multiple."""
 EDGE = 1.25
@@ -56,17 +55,16 @@ class Rows:
 
 
 def aligned(table: Ints) -> bool:
-    """Whether a kernel can move the pieces or rows of a table: addresses, strides and lengths are multiples of WORD."""
+    """Whether a kernel can move the pieces of a table: addresses, strides and lengths are multiples of WORD."""
     bits = np.bitwise_or.reduce(table, axis=1).tolist()
-    return not any(ones % WORD for ones in bits[:_COUNT] + bits[_COUNT + 1 :])
+    return not any(ones % WORD for name, ones in zip(COLUMNS, bits, strict=True) if name != "count")
 
 
 def rows_of(pieces: Pieces) -> Rows:
     """Pieces as rows, those of each together and in order."""
     table = pieces.placed
     source, target, length, count, source_stride, target_stride = table
-    low = table[2:4].min(axis=1, initial=1).tolist()
-    if min(low) > 0 and count.max(initial=1) == 1:
+    if table[2:4].min(initial=1) > 0 and count.max(initial=1) == 1:
         return Rows(table[:3])
     count = np.where(length > 0, count, 0)
     index = np.repeat(np.arange(len(count)), count)
@@ -100,14 +98,12 @@ def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
     return 1.0 / EDGE * max(nbytes / costs.gbps / 1e3, count * costs.piece_us)
 
 
-def way_of(
-    pieces: Pieces, size: tuple[int, int], direction: Direction, costs: Costs, *, staging: bool, kernel: bool
-) -> Way:
+def way_of(pieces: Pieces, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
     """The way expected to take least time, where the engine alone has its edge.
 
-    size: that of the pieces. kernel: whether there is one and it can move them. staging: whether they fit a slot each.
+    kernel: whether there is one and it can move them. staging: whether they fit a slot each.
     """
-    nbytes, count = size
+    nbytes, count = pieces.size
     if count < 2 or not kernel:
         return Way.ENGINE
     staging &= direction in (Direction.UP, Direction.DOWN)

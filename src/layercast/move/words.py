@@ -1,4 +1,4 @@
-"""Words in raw memory that a device writes and the host reads, or the other way round.
+"""32-bit words in raw memory that a device writes and the host reads, or the other way round.
 
 Does not know what they stand for.
 """
@@ -19,10 +19,5 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def words_at(address: int, count: int) -> Words:
-    """A view of 32-bit words in raw memory. Whoever owns it must keep it alive."""
+    """A view of words in raw memory. Whoever owns it must keep it alive."""
     return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
-
-
-def longs_at(address: int, count: int) -> npt.NDArray[np.int64]:
-    """The same of 64-bit words."""
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
