@@ -11,11 +11,13 @@ from loops import LOOPS, loop_of
 from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, TALLY_BYTES, plain_issue
 from layercast.move.cuda_pace import HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
 from layercast.move.cuda_program import EVERYBODYS, Program
+from layercast.move.cuda_relay import Relay
 from layercast.move.kernels.pieces import PARAMETERS
 from layercast.plan.pieces import Series
 from layercast.testing.move_laws import pieces_of
 
 AHEAD = 4
+ALONE, TURNS = Relay.alone(3), Relay((3, 4), 5, (1, 2))
 
 
 class Copies(HostDevice):
@@ -229,8 +231,16 @@ class Launching(HostDevice):
         return self.refused.get(values[0], 0)
 
     def _write(self, stream, address, value, flags):
-        self.seen.append(("count", value))
+        self.seen.append(("count", value, stream))
         return super()._write(stream, address, value, flags)
+
+    def _record(self, event, stream):
+        self.seen.append(("record", event, stream))
+        return stream, lambda: None
+
+    def _wait(self, stream, event, flags):
+        self.seen.append(("wait", stream, event))
+        return stream, lambda: None
 
 
 @pytest.fixture(scope="module", params=LOOPS)
@@ -261,7 +271,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
         values = np.arange(count * PARAMETERS).reshape(count, PARAMETERS) + 1000
         values[:, 0] = owners = range(program.owner, program.owner + count)
         at = tally.ctypes.data if counted else 0
-        program.launches((77, 5, 256, 64), 3, program.hold(values), count, at, program.owner)
+        program.launches((77, 5, 256, 64), ALONE.at, program.hold(values), count, at, program.owner)
         for owner, row in zip(owners, values.tolist(), strict=True):
             if not left[owner]:
                 wanted.append(("launch", 77, 5, 1, 1, 256, 1, 1, 64, 3, *row))
@@ -269,7 +279,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
             if counted and mute:
                 left[left == 0] = 7
             elif counted:
-                wanted.append(("count", 100 + owner))
+                wanted.append(("count", 100 + owner, 3))
         program.owner += count
     launching.refused, launching.failing = refused, {"write": 7} if mute else {}
     launching.seen.clear()
@@ -278,9 +288,45 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
     assert errors.tolist() == left.tolist()
 
 
+@settings(deadline=None)
+@given(counts=st.lists(st.integers(0, 5), max_size=3), failed=CODES, refused=CODES)
+def test_launches_of_a_relay_take_turns_and_each_is_counted_behind_it_and_all_before_it(
+    launching, counts, failed, refused
+):
+    program, errors, wanted, tally = Program(), np.zeros(15, np.int64), [], np.zeros(TALLY_BYTES // 8, np.int64)
+    errors[[*failed]] = [*failed.values()]
+    tally[BELL // 8] = -1
+    for count in counts:
+        values = np.zeros((count, PARAMETERS), np.int64)
+        values[:, 0] = owners = range(program.owner, program.owner + count)
+        program.launches((77, 5, 256, 64), TURNS.at, program.hold(values), count, tally.ctypes.data, program.owner)
+        for owner in owners:
+            stream, event = (3, 1) if owner % 2 == 0 else (4, 2)
+            if owner not in failed:
+                wanted.append(("launch", stream))
+                if owner not in refused:
+                    wanted += [("record", event, stream), ("wait", 5, event)]
+            wanted.append(("count", 100 + owner, 5))
+        program.owner += count
+    launching.refused, launching.failing = refused, {}
+    launching.seen.clear()
+    launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 100)
+    assert [(row[0], row[9]) if row[0] == "launch" else row for row in launching.seen] == wanted
+
+
+@pytest.mark.parametrize("call", ["record", "wait"])
+def test_a_launch_that_cannot_be_waited_for_has_failed(launching, call):
+    program, errors = Program(), np.zeros(2, np.int64)
+    program.launches((77, 1, 1, 0), TURNS.at, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
+    launching.refused, launching.failing = {}, {call: 9}
+    launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
+    launching.failing = {}
+    assert errors.tolist() == [9, 9]
+
+
 def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):
     program, errors = Program(EVERYBODYS), np.array([3, 0], np.int64)
-    program.launches((77, 1, 1, 0), 3, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
+    program.launches((77, 1, 1, 0), ALONE.at, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
     launching.refused, launching.failing = {0: 5}, {}
     launching.seen.clear()
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)

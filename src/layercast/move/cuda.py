@@ -358,6 +358,7 @@ class CudaMover(Mover):
             length = np.broadcast_to(ranges.length, source.shape)
             program, errors = Program(), np.zeros(1, np.int64)
             pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
+            lane.start(program, Way.ENGINE)
             program.copies(Series(pieces), range(1), lane.copy, batched=self._driver.batches)
             program.record(event.handle, lane.copy)
             self._issue.run(program.table(), self._cuts, errors, 0)

@@ -297,19 +297,26 @@ def _batches(calls: Calls, copies: Callable[..., int], code_of: CodeOf, ended: A
 
 
 def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
-    """(a row of launches, errors, first): one by one, each counted behind itself."""
+    """(a row of launches, errors, first): one by one, in turn on the streams of a relay, each counted behind itself."""
     launch, step, offsets = calls.launch, LAUNCH_BYTES, np.arange(0, LAUNCH_BYTES, 8)
+    record, wait, fetch = calls.record, calls.wait, calls.fetch
 
     def run(row: Ints, errors: Errors, first: int) -> None:
-        function, grid, threads, shared, stream, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
+        function, grid, threads, shared, relay, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
         launches, tally, number, owner = row[7], row[8], row[9], row[10]
-        pointers = np.empty_like(offsets)
+        pointers, words = np.empty_like(offsets), np.empty(5, np.int64)
+        fetch(words.ctypes.data, relay, 40)
+        behind = words[2]
         for nth in range(launches):
-            whose, code = owner + nth if owner >= 0 else owner, 0
+            whose, code, turn = owner + nth if owner >= 0 else owner, 0, (number + nth) % 2
             if code_of(errors, whose) == 0:
                 pointers[:] = offsets + (parameters + step * nth)
-                code = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, pointers.ctypes.data, 0)
-            ended(code, stream, tally, first + number + nth, errors, whose)
+                code = launch(function, grid, 1, 1, threads, 1, 1, shared, words[turn], pointers.ctypes.data, 0)
+                if code == 0 and words[turn] != behind:
+                    code = record(words[3 + turn], words[turn])
+                    if code == 0:
+                        code = wait(behind, words[3 + turn], 0)
+            ended(code, behind, tally, first + number + nth, errors, whose)
 
     return run
 

@@ -17,6 +17,7 @@ from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
+from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
 from layercast.move.cuda_ways import WORD, Ints, Rows, aligned, rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
@@ -29,7 +30,7 @@ FEW, SAMPLE = 32, 256
 SLOTS = 3
 """Parts of the staging buffer: one fills, one empties, one between them."""
 STAGED_GRID = 16
-GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 132}
+GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 66}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model. Over NVLink
 as many as an H100 has cores: 64 reach 0.9 of what these do, and take the cores for longer."""
 PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 16 << 20)}
@@ -78,6 +79,8 @@ class Lane:
         self.staging = Staging()
         self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
         self._tail, self._filled = driver.event(), driver.event()
+        self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
+        self._scatter = Relay.alone(self.spread)
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
         if self.tables and direction in (Direction.UP, Direction.DOWN) and staging_limit:
@@ -86,11 +89,11 @@ class Lane:
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
         staging, self.staging = self.staging, Staging()
-        for stream in (self.copy, self.spread):
+        for stream in self._relay.streams:
             self.driver.drop_stream(stream)
         for tables in self.tables.close(0.0):
             self.driver.drop_event(tables.free)
-        for event in [self._tail, self._filled, *(slot.free for slot in staging.slots)]:
+        for event in [self._tail, self._filled, *self._relay.events, *(slot.free for slot in staging.slots)]:
             self.driver.drop_event(event)
         self.tally.close()
         self.driver.drop_host_memory(self.tally.address)
@@ -123,10 +126,13 @@ class Lane:
         Of what is staged only the second half waits: the first one fills slots, which say themselves when they are
         free.
         """
-        program.wait(self._last(way), self._tail)
+        first = self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
+        program.wait(first, self._tail)
         if program.tables is not None:
             reads = self.spread if way is Way.STAGED else self.copy
             program.copies_of(*program.tables.upload, reads, batched=False)
+        if way is Way.KERNEL:
+            self._hand_over(program, self.copy, self.spread)
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -140,7 +146,8 @@ class Lane:
     def hold_until(self, program: Program, address: int, way: Way) -> None:
         """What moves next waits for a word, on the stream that touches the blocks' memory first."""
         gathers = way is Way.STAGED and self.direction is Direction.DOWN
-        program.hold_until(self.spread if gathers else self.copy, address)
+        for stream in self._streams(way) if way is Way.KERNEL else [self.spread if gathers else self.copy]:
+            program.hold_until(stream, address)
 
     def move(self, program: Program, series: Series, parts: range, way: Way, number: int, *, pinned: bool) -> int:
         """Add parts of a series and count them as `number` and those after it; the stream behind which they are there.
@@ -154,7 +161,7 @@ class Lane:
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
             at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
-            program.launches(self._launched(GRID[self.direction]), stream, at, len(parts), tally, number)
+            program.launches(self._launched(GRID[self.direction]), self._relay.at, at, len(parts), tally, number)
         else:
             self._stage(program, series, parts, moved, number)
         return stream
@@ -165,9 +172,10 @@ class Lane:
         held: tables of programs of which it is not known how much the device has been handed.
         """
         self._wait_for(self._tail)
+        for stream in self._relay.streams[1:]:
+            self.driver.record(self._tail, stream)
+            self._wait_for(self._tail)
         for tables in held:
-            self.driver.record(tables.free, self.spread)
-            self._wait_for(tables.free)
             self.driver.record(tables.free, self.copy)
         self.driver.stream_writes_value(self.copy, self.tally.address, number)
         self.driver.record(self._tail, self.copy)
@@ -200,9 +208,9 @@ class Lane:
             if up:
                 program.copies_of(*place, batched=batched)
                 self._hand_over(program, fills, empties)
-                program.launches(kernel, self.spread, values, 1, tally, counted)
+                program.launches(kernel, self._scatter.at, values, 1, tally, counted)
             else:
-                program.launches(kernel, self.spread, values, 1)
+                program.launches(kernel, self._scatter.at, values, 1)
                 self._hand_over(program, fills, empties)
                 program.copies_of(*place, batched=batched, tally=tally, number=counted)
             program.record(slot.free, empties)
@@ -256,10 +264,14 @@ class Lane:
 
     def _streams(self, way: Way) -> tuple[int, ...]:
         """The streams that this way uses."""
+        if way is Way.KERNEL:
+            return self._relay.streams
         return (self.copy, self.spread) if way is Way.STAGED else (self.copy,)
 
     def _last(self, way: Way) -> int:
         """The stream behind which a way's batches are complete, and that counts them."""
+        if way is Way.KERNEL:
+            return self._relay.behind
         return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
 
     def _wait_for(self, event: int) -> None:

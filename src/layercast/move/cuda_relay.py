@@ -1,0 +1,42 @@
+"""A relay: launches take turns on two streams, so that one fills the device while the last of another still ends.
+
+A third stream goes on behind each of them in their order, and counts: a launch does not wait for the count of the one
+before. Does not know what a launch does, nor who counts what.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from layercast.move.cuda_program import Ints
+from layercast.move.words import address_of
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Streams that launches take turns on, the one that goes on behind each, and an event for each turn.
+
+    Of an `alone` one all are the same, and there are no events. at: where its five numbers lie, as programs name it.
+    """
+
+    turns: tuple[int, int]
+    behind: int
+    events: tuple[int, int] = (0, 0)
+    at: int = field(init=False)
+    _words: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        words = np.array([*self.turns, self.behind, *self.events], np.int64)
+        object.__setattr__(self, "_words", words)
+        object.__setattr__(self, "at", address_of(words))
+
+    @classmethod
+    def alone(cls, stream: int) -> "Relay":
+        """Launches one after another on one stream, which goes on behind them."""
+        return cls((stream, stream), stream)
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Each of its streams, once."""
+        return tuple(dict.fromkeys([*self.turns, self.behind]))
+
