@@ -3,6 +3,7 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -342,6 +343,26 @@ def test_one_stream_counts_all_batches_of_a_step_those_that_move_nothing_too(dev
     counted = [(entry[1], entry[3]) for entry in device.log if entry[0] == "write"]
     assert [number for _, number in counted] == list(range(1, 7))
     assert len({stream for stream, _ in counted}) == 1
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_a_batch_that_moves_nothing_has_not_come_before_what_it_waits_for(later, costs, kinds):
+    mover, memory, words = mover_of(later, costs), DeviceMemory(later, kinds), np.zeros(2, np.int32)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    some, none = pieces_of((source, target, 32), (source + 64, target + 64, 32)), pieces_of()
+    (other,) = mover.submit_all([pieces_of((target + 128, source + 128, 32))], behind=[words.ctypes.data])
+    assert other.wave.issued.wait(SOON_S)
+    held = [0, words.ctypes.data + 4, 0, 0]
+    flights = mover.submit_all([some, none, some, none], after=[[], [], [], [other]], behind=held)
+    for ended, word in ((1, 1), (3, 0)):
+        flights[ended - 1].wait(SOON_S)
+        time.sleep(BRIEF_S)
+        assert [flight.done for flight in flights] == [nth < ended for nth in range(4)]
+        words[word] = 1
+    flights[-1].wait(SOON_S)
+    assert other.done
     mover.close(SOON_S)
 
 

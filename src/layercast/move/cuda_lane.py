@@ -144,9 +144,8 @@ class Lane:
                 program.hold_until(stream, flight.wave.tally.address, flight.number)
 
     def hold_until(self, program: Program, address: int, way: Way) -> None:
-        """What moves next waits for a word, on the stream that touches the blocks' memory first."""
-        gathers = way is Way.STAGED and self.direction is Direction.DOWN
-        for stream in self._streams(way) if way is Way.KERNEL else [self.spread if gathers else self.copy]:
+        """What moves next waits for a word."""
+        for stream in self._streams(way):
             program.hold_until(stream, address)
 
     def move(self, program: Program, series: Series, parts: range, way: Way, number: int, *, pinned: bool) -> int:
