@@ -50,5 +50,5 @@ bench: ## the project's figures, as JSON (bench/)
 	@for file in $(BENCHES); do echo "== $$file"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python $$file || exit 1; done
 
 clean: ## remove the environment, caches and what the demo and the benchmarks wrote
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out bench-out demo.json demo-vllm.json
+	rm -rf $(VENV) $(VENV).lock .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-out bench-out demo.json demo-vllm.json
 	find src tests scripts bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,12 +7,16 @@ Usage: python scripts/bootstrap.py [--venv FOLDER] TARGET ...      targets: demo
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +29,7 @@ BREAKS_VLLM = ("torchvision", "torchaudio", "torchcodec")  # unpinned by vllm-cp
 GIB = 1 << 30
 NEED_BYTES = {"check": GIB // 2, "demo": 3 * GIB, "test": 3 * GIB, "vllm": 5 * GIB}
 WITH_TORCH = ("demo", "test", "vllm")
+WAIT_S = 30 * 60  # for another make's install
 
 
 class Stop(Exception):
@@ -124,11 +129,11 @@ def has_gpu() -> bool:
 
 
 def python_of(venv: Path) -> Path:
-    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return venv / "bin/python"
 
 
 def make_venv(venv: Path) -> None:
-    if python_of(venv).exists():
+    if (venv / "bin/pip").exists():  # it comes last
         return
     say(f"creating {venv} with Python {platform.python_version()}")
     try:
@@ -141,7 +146,9 @@ def pip(venv: Path, arguments: list[str], *, quiet: bool = False) -> bool:
     """Whether pip did it; `quiet` hides what it says of a failure that has a second way."""
     command = [str(python_of(venv)), "-m", "pip", arguments[0], "-qq", *arguments[1:]]
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    return subprocess.run(command, env=environ, check=False, capture_output=quiet).returncode == 0
+    # It holds the lock too (close_fds): where this process is killed, pip may go on.
+    ran = subprocess.run(command, env=environ, check=False, capture_output=quiet, close_fds=False)
+    return ran.returncode == 0
 
 
 def torch_in(venv: Path) -> str:
@@ -188,17 +195,51 @@ def install(venv: Path, targets: list[str]) -> None:
         name_vllm(venv)
 
 
+@contextmanager
+def alone(venv: Path) -> Iterator[None]:
+    """Nobody else's install into `venv` while this lasts; a killed process leaves no lock behind."""
+
+    def give_up(*_: object) -> None:
+        raise Stop(
+            f"another make has held {lock} for {WAIT_S / 60:.0f} minutes: end it, then run the same command again"
+        )
+
+    lock = venv.with_name(f"{venv.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        raise Stop(f"{lock}: {error.strerror}; choose another folder: make ... VENV=FOLDER") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another make installs into {venv}; waiting for it")
+            signal.signal(signal.SIGALRM, give_up)
+            signal.setitimer(signal.ITIMER_REAL, WAIT_S)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        os.set_inheritable(file.fileno(), True)
+        yield
+
+
 def bootstrap(venv: Path, targets: list[str]) -> None:
     refuse_old_python(sys.version_info[:3])
     sources = [(ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes()]
-    stamps = {venv / f".layercast-{target}": stamp_text(target, sys.version.split()[0], sources) for target in targets}
-    if python_of(venv).exists() and all(path.exists() and path.read_text() == text for path, text in stamps.items()):
-        return
-    parent = next(folder for folder in [venv, *venv.parents] if folder.exists())
-    refuse_full_disk(parent, shutil.disk_usage(parent).free, targets)
-    install(venv, targets)
-    for path, text in stamps.items():
-        path.write_text(text)
+    python = sys.version.split()[0]
+    stamps = {venv / f".layercast-{target}": stamp_text(target, python, sources) for target in NEED_BYTES}
+    wanted = {venv / f".layercast-{target}" for target in targets}
+    with alone(venv):
+        right = {path for path, text in stamps.items() if path.exists() and path.read_text() == text}
+        if python_of(venv).exists() and wanted <= right:
+            return
+        parent = next(folder for folder in [venv, *venv.parents] if folder.exists())
+        refuse_full_disk(parent, shutil.disk_usage(parent).free, targets)
+        for path in stamps:  # what is installed for one target changes what the others use
+            path.unlink(missing_ok=True)
+        install(venv, targets)
+        for path in wanted | right:
+            path.write_text(stamps[path])
     say(f"{venv} is ready for {', '.join(targets)}")
 
 

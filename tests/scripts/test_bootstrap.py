@@ -1,5 +1,7 @@
 import importlib.metadata
 import importlib.util
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +116,130 @@ def test_an_environment_with_the_right_stamps_is_left_alone(bootstrap, tmp_path,
         bootstrap.bootstrap(venv, ["demo", "test"])
 
 
+# The real script but for what pip would do: it says so, and ends once it is told to.
+PAPER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("bootstrap", sys.argv.pop(1))
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+bootstrap.WAIT_S = float(sys.argv.pop(1))
+bootstrap.NEED_BYTES = dict.fromkeys(bootstrap.NEED_BYTES, 1)
+
+def install(venv, targets):
+    bootstrap.say("installing")
+    sys.stdin.readline()
+    bootstrap.python_of(venv).parent.mkdir(parents=True, exist_ok=True)
+    bootstrap.python_of(venv).touch()
+
+bootstrap.install = install
+sys.exit(bootstrap.main())
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Begins a process that bootstraps `tmp_path/venv`; what it installs is done once a line is sent to it."""
+    running = []
+
+    def begin(*targets, wait_s=60):
+        command = [sys.executable, "-c", PAPER, str(SCRIPT), str(wait_s), "--venv", str(tmp_path / "venv"), *targets]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        running.append(subprocess.Popen(command, text=True, **pipes))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def stamps_in(folder):
+    return {path.name for path in (folder / "venv").glob(".layercast-*")}
+
+
+def test_a_second_make_waits_for_the_first_ones_install_and_finds_it_done(make, tmp_path):
+    first = make("demo")
+    assert "installing" in first.stdout.readline()
+    second = make("demo")
+    told = f"bootstrap: another make installs into {tmp_path / 'venv'}; waiting for it\n"
+    assert second.stdout.readline() == told
+    assert second.poll() is None
+    first.communicate("go on\n", timeout=30)
+    assert second.communicate(timeout=30) == ("", "")
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert stamps_in(tmp_path) == {".layercast-demo"}
+
+
+def test_a_make_that_waits_too_long_for_another_says_so_and_leaves_it_alone(make):
+    first = make("demo")
+    assert "installing" in first.stdout.readline()
+    second = make("demo", wait_s=0.2)
+    _, said = second.communicate(timeout=30)
+    assert re.fullmatch(r"bootstrap: another make has held \S+venv\.lock for 0 minutes: end it, .*\n", said)
+    assert (second.returncode, first.poll()) == (1, None)
+    first.communicate("go on\n", timeout=30)
+    assert first.returncode == 0
+
+
+def test_an_install_that_is_killed_counts_as_undone_for_every_target_and_holds_nobody_up(make, tmp_path):
+    make("demo", "check").communicate("go on\n", timeout=30)
+    assert stamps_in(tmp_path) == {".layercast-demo", ".layercast-check"}
+    killed = make("demo", "vllm")
+    assert "installing" in killed.stdout.readline()
+    assert stamps_in(tmp_path) == set()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=30)
+    assert "installing" in make("check").communicate("go on\n", timeout=30)[0]
+
+
+def test_an_install_leaves_the_stamps_of_other_targets_right_but_not_those_that_were_wrong(make, tmp_path):
+    make("check").communicate("go on\n", timeout=30)
+    (tmp_path / "venv" / ".layercast-test").write_text("of another pyproject")
+    make("demo").communicate("go on\n", timeout=30)
+    assert stamps_in(tmp_path) == {".layercast-check", ".layercast-demo"}
+    assert make("check", "demo").communicate(timeout=30) == ("", "")
+
+
+def test_the_lock_lasts_as_long_as_pip_where_the_process_that_began_it_is_killed(bootstrap, make, tmp_path):
+    pip = bootstrap.python_of(tmp_path / "venv")
+    pip.parent.mkdir(parents=True)
+    pip.write_text("#!/bin/sh\necho pip\nread line\n")
+    pip.chmod(0o755)
+    code = (
+        "import bootstrap, pathlib, sys; v = pathlib.Path(sys.argv[1])\nwith bootstrap.alone(v): bootstrap.pip(v, [''])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "venv")],
+        env={"PYTHONPATH": str(SCRIPT.parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as killed:
+        assert killed.stdout.readline() == "pip\n"
+        killed.kill()
+        killed.wait(timeout=30)
+        second = make("demo")
+        assert "waiting for it" in second.stdout.readline()
+        killed.stdin.write("pip ends\n")
+    assert "installing" in second.communicate("go on\n", timeout=30)[0]
+
+
+def test_an_environment_that_was_left_without_pip_is_made_again(bootstrap, tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    bootstrap.make_venv(venv)
+    assert subprocess.run([str(bootstrap.python_of(venv)), "-m", "pip", "--version"], check=False).returncode == 0
+
+
 def test_an_unknown_target_names_the_known_ones():
     ran = subprocess.run([sys.executable, str(SCRIPT), "nothing"], capture_output=True, text=True, check=False)
     assert ran.returncode != 0
     assert all(target in ran.stderr for target in ("check", "demo", "test", "vllm"))
+
+
+def test_a_folder_that_cant_be_made_is_named_in_one_line_with_what_to_type():
+    command = [sys.executable, str(SCRIPT), "--venv", "/proc/none/venv", "check"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
+    assert ran.stderr.startswith("bootstrap: /proc/none/venv.lock: No such file")
+    assert "VENV=FOLDER" in ran.stderr
