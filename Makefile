@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
-BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
+# A Python before 3.7 can't read the script that refuses it.
+READS := $(PYTHON) -c 'import sys; sys.version_info >= (3, 7) or sys.exit("bootstrap: layercast needs Python 3.11 or newer: make ... PYTHON=python3.11")'
+BOOTSTRAP := $(READS) && $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 # Tests run real models on few cores: one compute thread each, and nothing is ever fetched.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 DEMO_ARGS ?=

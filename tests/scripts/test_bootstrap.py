@@ -243,3 +243,16 @@ def test_a_folder_that_cant_be_made_is_named_in_one_line_with_what_to_type():
     assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
     assert ran.stderr.startswith("bootstrap: /proc/none/venv.lock: No such file")
     assert "VENV=FOLDER" in ran.stderr
+
+
+@pytest.mark.parametrize("version", [(2, 7, 18), (3, 6, 15), (3, 10, 13)])
+def test_make_refuses_an_old_python_in_one_line_even_one_that_cant_read_the_script(version, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.version_info = {version}\n")
+    python = f"PYTHON=env PYTHONPATH={tmp_path} {sys.executable}"
+    command = ["make", "--no-print-directory", "check", python, f"VENV={tmp_path / 'venv'}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    said, told = ran.stderr.splitlines()
+    assert said.startswith("bootstrap: ")
+    assert said.endswith("PYTHON=python3.11")
+    assert told.startswith("make: *** ")
+    assert not (tmp_path / "venv").exists()
