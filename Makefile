@@ -22,6 +22,7 @@ demo: ## a small real model, its KV moved layer by layer: a table, a picture, de
 
 demo-vllm: ## the same in vLLM's CPU build: cold, then a hit; demo-vllm.json (DEMO_ARGS=...)
 	@$(BOOTSTRAP) demo vllm
+	@mkdir -p demo-out
 	@HF_HUB_OFFLINE=1 $(BIN)/layercast demo --vllm --json demo-vllm.json --out demo-out/vllm $(DEMO_ARGS)
 
 test: ## everything but the slow tests (a part: PYTEST_ARGS=tests/plan)

@@ -155,6 +155,18 @@ def test_a_folder_is_made_once_there_is_something_to_write_and_said_to_be(tmp_pa
     assert layercast("doctor", "--json", "deep/doctor.json", HOME=str(tmp_path), cwd=tmp_path).stderr == ""
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["demo"], ["bench", "layers"]])
+@pytest.mark.parametrize("place", ["mistyped/deep", "/no-such-folder"])
+def test_a_folder_is_made_in_one_that_is_there_alone_and_never_beside_the_systems_own(command, place, tmp_path):
+    options = ["--json"] if command == ["doctor"] else ["--json", "--out"]
+    for option in options:
+        chosen = place if option == "--out" else f"{place}/x.json"
+        ran = layercast(*command, option, chosen, HOME=str(tmp_path), cwd=tmp_path)
+        told = f"layercast: {place}: is not there; make it first (mkdir -p), or choose another with {option}\n"
+        assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", told)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_the_package_runs_as_a_module():
     ran = subprocess.run([sys.executable, "-m", "layercast", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout == f"layercast {__version__}\n"

@@ -216,7 +216,7 @@ def demo(
     """
     chosen = from_sources(config, os.environ, settings or ())  # a mistake shows before the seconds that imports take
     figures, kept = json or out / "demo.json", cache or cache_folder()
-    _check_folder(out, "--out")
+    _check_new(out, "--out")
     _check_place(figures)
     _check_folder(kept, "--cache")
     if find_spec("torch") is None or find_spec("transformers") is None:
@@ -273,7 +273,7 @@ def bench(
     lengths = lengths_of(shape) if shape else LENGTHS
     options = Options(what=what, tokens=tokens, block=block, lengths=lengths, repeats=repeats, brief=brief)
     figures = json or out / f"{what}.json"
-    _check_folder(out, "--out")
+    _check_new(out, "--out")
     _check_place(figures)
     report = run(
         options,
@@ -302,12 +302,20 @@ def _check_folder(folder: Path, option: str) -> None:
         raise BadSetting(f"{folder}: can't be written ({error.strerror}); choose another with {option}") from error
 
 
+def _check_new(folder: Path, option: str) -> None:
+    """As _check_folder; raises BadSetting too if its parent is not there either, or is /: a mistyped place, mostly."""
+    _check_folder(folder, option)
+    parent = folder.absolute().parent
+    if existing(folder) != folder and (parent == parent.parent or existing(folder) != parent):
+        raise BadSetting(f"{folder}: is not there; make it first (mkdir -p), or choose another with {option}")
+
+
 def _check_place(file: Path) -> None:
     """Raises BadSetting if the file that --json chose can't be written, or is a folder."""
     if file.is_dir():
         raise BadSetting(f"{file}: is a folder; name a file with --json")
     if not file.exists():
-        _check_folder(file.parent, "--json")
+        _check_new(file.parent, "--json")
     elif not os.access(file, os.W_OK):
         raise BadSetting(f"{file}: can't be written; choose another with --json")
 
@@ -315,7 +323,7 @@ def _check_place(file: Path) -> None:
 def _make_folder(folder: Path) -> None:
     """Make it unless it is there, and say so."""
     if not folder.exists():
-        folder.mkdir(parents=True)
+        folder.mkdir()
         print(f"made the folder {folder}", file=sys.stderr)
 
 
