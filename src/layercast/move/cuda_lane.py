@@ -80,7 +80,6 @@ class Lane:
         self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
         self._tail, self._filled = driver.event(), driver.event()
         self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
-        self._scatter = Relay.alone(self.spread)
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
         if self.tables and direction in (Direction.UP, Direction.DOWN) and staging_limit:
@@ -160,7 +159,7 @@ class Lane:
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
             at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
-            program.launches(self._launched(GRID[self.direction]), self._relay.at, at, len(parts), tally, number)
+            program.launches(self._launched(GRID[self.direction]), self._relay.words, at, len(parts), tally, number)
         else:
             self._stage(program, series, parts, moved, number)
         return stream
@@ -198,6 +197,7 @@ class Lane:
         shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
         at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.driver.batches
         fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
+        alone = Relay.alone(self.spread).words
         for nth, slot in enumerate(slots):
             batch, part = divmod(nth, len(parts))
             tally = self.tally.address if part == len(parts) - 1 else 0
@@ -207,9 +207,9 @@ class Lane:
             if up:
                 program.copies_of(*place, batched=batched)
                 self._hand_over(program, fills, empties)
-                program.launches(kernel, self._scatter.at, values, 1, tally, counted)
+                program.launches(kernel, alone, values, 1, tally, counted)
             else:
-                program.launches(kernel, self._scatter.at, values, 1)
+                program.launches(kernel, alone, values, 1)
                 self._hand_over(program, fills, empties)
                 program.copies_of(*place, batched=batched, tally=tally, number=counted)
             program.record(slot.free, empties)
