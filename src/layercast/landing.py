@@ -15,11 +15,8 @@ _log = logging.getLogger("layercast")
 class Latch:
     """What is set once. It makes a `threading.Event`, which costs microseconds, for the first who waits."""
 
-    __slots__ = ("_event", "_set")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._event: threading.Event | None = None
+    _set = False
+    _event: threading.Event | None = None
 
     def is_set(self) -> bool:
         """Whether it is. Never blocks."""

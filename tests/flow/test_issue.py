@@ -56,7 +56,7 @@ def device():
 
 
 def batches(run, count, nbytes, owner="load"):
-    return [Batch(run, owner, (layer,), Pieces.join([]), size=(nbytes, 1)) for layer in range(count)]
+    return [Batch(run, owner, (layer,), Pieces.join([]), nbytes=nbytes) for layer in range(count)]
 
 
 def test_what_a_forward_waits_for_goes_to_a_device_in_one_go(device):

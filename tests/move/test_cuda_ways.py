@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_ways import aligned, rows_of, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import look_at, rows_of, runs_in, stretches, surely_engine, way_of
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
@@ -16,8 +16,8 @@ def scattered(blocks, size, *, host_run):
 
 
 def choice(pieces, direction=Direction.UP, **available):
-    fits = {"staging": True, "kernel": aligned(pieces.table)}
-    return way_of(pieces, direction, COSTS, **{**fits, **available})
+    fits = {"runs": runs_in(pieces, direction), "kernel": look_at(pieces.table).aligned}
+    return way_of(pieces.size, COSTS, **{**fits, **available})
 
 
 def test_large_pieces_go_by_the_copy_engine():
@@ -36,7 +36,7 @@ def test_small_pieces_apart_on_both_sides_go_by_the_kernel():
 
 def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     pieces = scattered(1024, 32 * KIB, host_run=64)
-    assert choice(pieces, staging=False) is not Way.STAGED
+    assert choice(pieces, runs=0) is not Way.STAGED
     assert choice(pieces, kernel=False) is Way.ENGINE
     assert choice(scattered(1024, 24 * KIB + 8, host_run=64)) is Way.ENGINE
     assert choice(pieces_of((0, 1 << 30, 16))) is Way.ENGINE
@@ -57,7 +57,8 @@ def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
     costs, size = Costs(*figures), 16 * words
     pieces = scattered(blocks, size, host_run=host_run)
     if surely_engine(pieces.size, costs, kernel=kernel):
-        assert way_of(pieces, direction, costs, staging=staging, kernel=kernel) is Way.ENGINE
+        runs = runs_in(pieces, direction) if staging else 0
+        assert way_of(pieces.size, costs, kernel=kernel, runs=runs) is Way.ENGINE
 
 
 def test_blocks_of_common_models_surely_go_by_the_engine():
@@ -77,8 +78,26 @@ def test_rows_are_the_copies_of_all_pieces_in_order(pieces):
         if length
         for nth in range(count)
     ]
-    rows = rows_of(pieces_of(*((1000, 5000, *piece) for piece in pieces)))
+    pieces = pieces_of(*((1000, 5000, *piece) for piece in pieces))
+    rows, look = rows_of(pieces), look_at(pieces.table)
     assert list(zip(*(column.tolist() for column in (rows.source, rows.target, rows.length)), strict=True)) == wanted
+    assert look.rows in (None, len(wanted))
+    assert look.aligned == (not np.any(pieces.table[[0, 1, 2, 4, 5]] % 16))
+
+
+@given(count=st.integers(0, 3), length=st.integers(0, 1), pieces=st.integers(1, 5))
+def test_a_look_counts_the_rows_of_pieces_that_are_each_one_copy_and_no_others(count, length, pieces):
+    table = pieces_of(*((0, 0, 16),) * pieces).table
+    assert look_at(table).rows == pieces
+    table[2:4, -1] = 16 * length, count
+    assert look_at(table).rows == (pieces if (length, count) == (1, 1) else None)
+
+
+def test_only_between_host_and_device_do_pieces_make_runs_in_host_memory():
+    pieces = scattered(12, 16, host_run=4)
+    runs = {direction: runs_in(pieces, direction) for direction in Direction}
+    assert runs == {Direction.UP: 3, Direction.DOWN: 12, Direction.LOCAL: 0, Direction.PEER: 0}
+    assert runs_in(pieces_of((0, 0, 0)), Direction.UP) == 0
 
 
 def test_stretches_are_numbered_in_order_of_address():

@@ -50,11 +50,11 @@ class Pins(set[int]):
 
     def hold(self, slots: Sequence[int]) -> None:
         """A lease holds them."""
-        new = set(slots)
-        if len(new) < len(slots) or not self.isdisjoint(new):
+        before, new = len(self), slots if self.isdisjoint(slots) else set(slots) - self
+        self.update(new)
+        if len(self) - before < len(slots):
             self.more.update(slots)
-            self.more.subtract(new - self)
-        self |= new
+            self.more.subtract(set(new))
 
     def let_go(self, slots: Sequence[int]) -> None:
         """A lease has ended that held them."""

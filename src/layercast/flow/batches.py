@@ -165,12 +165,12 @@ class Ways:
         for windows, after in cuts:
             for group, plan in plans:
                 ranges = partial(plan.digest_ranges, read=read, order=slab) if self.verify else None
-                for (_, _, _, part_of, _), series, size in plan.series(windows):
+                for (_, _, _, part_of, _), series, nbytes in plan.series(windows):
                     layers = tuple(part_of)
-                    batch = Batch(run, run.id, layers, series, ranges, after, size, group, part_of)
+                    batch = Batch(run, run.id, layers, series, ranges, after, nbytes, group, part_of)
                     if self.limits:
                         *first, last = batches_of(plan, layers, *self.limits)
-                        batches += [replace(batch, pieces=part, hashed=None, size=part.size) for part in first]
-                        batch = replace(batch, pieces=last, size=last.size)
+                        batches += [replace(batch, pieces=part, hashed=None, nbytes=part.nbytes) for part in first]
+                        batch = replace(batch, pieces=last, nbytes=last.nbytes)
                     batches.append(batch)
         return batches

@@ -58,7 +58,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     hashed: what the digest of each layer covers; None = there are none.
     layers: what it brings nearer to complete; its first is the layer that waits for it. part_of: for each layer the
     part of a series that brings it.
-    size: (bytes, copies) of its pieces. group: whose blocks it moves, by its index in the layout.
+    nbytes: of its pieces. group: whose blocks it moves, by its index in the layout.
     """
 
     run: Run
@@ -67,7 +67,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     pieces: Pieces | Series
     hashed: Hashed | None = None
     after: tuple[Flight, ...] = ()
-    size: tuple[int, int] = (0, 0)
+    nbytes: int = 0
     group: int = 0
     part_of: Mapping[int, int] = {}
 
@@ -209,8 +209,8 @@ class Issuer:
         room, spare = self._depth - len(self._behind), AHEAD_BYTES - sum(self._behind.values())
         while (room > 0 or spare > 0) and taken < AHEAD_BYTES // 2 and (batch := self._loads.pop()) is not None:
             batches.append(batch)
-            self._behind[batch] = batch.size[0]
-            room, spare, taken = room - 1, spare - batch.size[0], taken + batch.size[0]
+            self._behind[batch] = batch.nbytes
+            room, spare, taken = room - 1, spare - batch.nbytes, taken + batch.nbytes
         return batches
 
     def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight], since_s: float) -> None:
@@ -254,7 +254,7 @@ class Issuer:
             start_s, self._line_free_s = max(submitted_s, self._line_free_s), time.monotonic()
             for batch, _, _ in part:
                 for layer in batch.layers:
-                    nbytes = batch.size[0] // len(batch.layers)
+                    nbytes = batch.nbytes // len(batch.layers)
                     self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
             self._in_flight -= len(part)

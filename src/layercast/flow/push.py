@@ -131,7 +131,7 @@ class PushRun:
             return
         ranges = partial(plan.digest_ranges, read="source", order="target") if self._verify else None
         pieces, after = plan.layer(layer), (self._mover.mark(),)
-        batch = Batch(self, self._transfer, (layer,), pieces, ranges, after, pieces.size)
+        batch = Batch(self, self._transfer, (layer,), pieces, ranges, after, pieces.nbytes)
         with self._lock:
             if self._stopped:
                 return

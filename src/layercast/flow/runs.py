@@ -99,7 +99,7 @@ class LoadRun:
     def plan(self, batches: Sequence[Batch]) -> None:
         """Take note of every batch that must end before the load has."""
         self._left = dict.fromkeys(batches)
-        self._bytes = sum(batch.size[0] for batch in batches)
+        self._bytes = sum(batch.nbytes for batch in batches)
         self.layers = frozenset().union(*[batch.layers for batch in batches])
 
     @property
@@ -167,8 +167,8 @@ class LoadRun:
             for batch, flight, _ in over:
                 self._left.pop(batch, None)
                 if flight.error is None:
-                    self._moved += batch.size[0]
-                    self._pieces += batch.size[1]
+                    self._moved += batch.nbytes
+                    self._pieces += batch.pieces.size[1]
             self.clocking.last_s = time.monotonic()
             self._bad += bad
             self._changed.notify_all()
@@ -291,7 +291,7 @@ class SaveRun:
                 if flight.error is not None:
                     self.error = self.error or flight.error
                 else:
-                    self._copies += batch.size[1]
+                    self._copies += batch.pieces.size[1]
             left = {layer for other in self._left for layer in other.layers}
             done = {layer for batch, flight, _ in over if flight.error is None for layer in batch.layers}
             self._covered |= done - left

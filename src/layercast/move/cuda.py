@@ -127,7 +127,7 @@ class CudaMover(Mover):
         if not others:
             arm.desk.stir()
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
+        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind, {})
         return self._submit(arm, orders, others, keep)
 
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
@@ -289,8 +289,8 @@ class CudaMover(Mover):
         """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        way = lane.way(batches[:1]) if pinned else Way.ENGINE
-        if way is Way.STAGED or (way is Way.KERNEL and len(batches) > 1 and lane.way(batches) is not way):
+        way = lane.way(batches[:1], orders.looks) if pinned else Way.ENGINE
+        if way is Way.STAGED or (way is Way.KERNEL and len(batches) > 1 and lane.way(batches, orders.looks) is not way):
             return None, pinned
         return way, pinned
 
@@ -307,7 +307,7 @@ class CudaMover(Mover):
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
-            way = whole or lane.way([orders.batches[run.batch] for run in some])
+            way = whole or lane.way([orders.batches[run.batch] for run in some], orders.looks)
             if way is not Way.ENGINE:
                 lane.tables.take_next(wave.tables)
             yield self._program(lane, orders, some, wave, way, pinned=pinned)
@@ -332,7 +332,7 @@ class CudaMover(Mover):
             if orders.behind[batch]:
                 lane.hold_until(program, orders.behind[batch], way)
             program.owner, series = place, orders.batches[batch]
-            stream = lane.move(program, series, parts, way, place, pinned=pinned)
+            stream = lane.move(program, series, parts, way, place, orders.looks, pinned=pinned)
             program.owner = EVERYBODYS
             if orders.flags[batch] and parts.stop == len(series.shifts):
                 program.write(stream, orders.flags[batch])

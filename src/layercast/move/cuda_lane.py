@@ -19,7 +19,7 @@ from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
-from layercast.move.cuda_ways import WORD, Ints, Rows, aligned, rows_of, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import WORD, Ints, Look, Rows, look_at, rows_of, runs_in, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
@@ -80,7 +80,6 @@ class Lane:
         self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
         self._tail, self._filled = driver.event(), driver.event()
         self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
-        self._scatter = Relay.alone(self.spread)
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
         if self.tables and direction in (Direction.UP, Direction.DOWN) and staging_limit:
@@ -100,25 +99,34 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    def way(self, batches: Sequence[Series]) -> Way:
-        """How these are to move; the first pieces of the first that has any stand for all."""
+    def way(self, batches: Sequence[Series], looks: dict[int, Look]) -> Way:
+        """How these are to move; the first pieces of the first that has any stand for all.
+
+        looks: at their tables, by the id of each; those that are missing and of use are added.
+        """
         kernel, first_of = bool(self.tables), next((batch for batch in batches if len(batch.pieces)), None)
         if first_of is None:
             return Way.ENGINE
         # Each look of numpy's at an array costs 10 us where its code is cold, a list of a few pieces nearly nothing.
         lengths, counts = first_of.pieces.table[2:4, :FEW].tolist()
-        if surely_engine((sum(map(mul, lengths, counts)), sum(counts)), self.costs, kernel=kernel):
+        few = sum(map(mul, lengths, counts)), sum(counts)
+        if surely_engine(few, self.costs, kernel=kernel):
             return Way.ENGINE
-        shared = {id(batch.pieces.table): batch.pieces for batch in batches}.values()
-        rows = sum(int(part.count.sum()) for part in shared)
+        shared, rows = {id(batch.pieces.table): batch.pieces for batch in batches}, 0
+        for key, part in shared.items():
+            if (look := looks.get(key)) is None:
+                look = looks[key] = look_at(part.table)
+            if not look.aligned:
+                return Way.ENGINE
+            rows += int(part.count.sum()) if look.rows is None else look.rows
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        if not fits or not all(aligned(part.table) for part in shared) or any(map(_odd, batches)):
+        if 24 * 2 * (rows + 2 * len(shared)) > TABLE_BYTES or any(map(_odd, batches)):
             return Way.ENGINE
         slot_bytes = self.staging.slot_bytes
-        staging = bool(slot_bytes) and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared)
-        sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-        return way_of(sample, self.direction, self.costs, staging=staging, kernel=kernel)
+        if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
+            sample = Pieces(first_of.pieces.table[:, :SAMPLE])
+            return way_of(sample.size, self.costs, kernel=kernel, runs=runs_in(sample, self.direction))
+        return way_of(few, self.costs, kernel=kernel)
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.
@@ -148,19 +156,29 @@ class Lane:
         for stream in self._streams(way):
             program.hold_until(stream, address)
 
-    def move(self, program: Program, series: Series, parts: range, way: Way, number: int, *, pinned: bool) -> int:
+    def move(
+        self,
+        program: Program,
+        series: Series,
+        parts: range,
+        way: Way,
+        number: int,
+        looks: dict[int, Look],
+        *,
+        pinned: bool,
+    ) -> int:
         """Add parts of a series and count them as `number` and those after it; the stream behind which they are there.
 
-        pinned: the device reaches both sides.
+        looks: as in `way`. pinned: the device reaches both sides.
         """
         stream, tally, tables = self._last(way), self.tally.address, program.tables
-        moved = [] if tables is None else self._parts(tables, series.pieces, way)
+        moved = [] if tables is None else self._parts(tables, series.pieces, way, looks)
         if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
             at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
-            program.launches(self._launched(GRID[self.direction]), self._relay.at, at, len(parts), tally, number)
+            program.launches(self._launched(GRID[self.direction]), self._relay.words, at, len(parts), tally, number)
         else:
             self._stage(program, series, parts, moved, number)
         return stream
@@ -198,6 +216,7 @@ class Lane:
         shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
         at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.driver.batches
         fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
+        alone = Relay.alone(self.spread).words
         for nth, slot in enumerate(slots):
             batch, part = divmod(nth, len(parts))
             tally = self.tally.address if part == len(parts) - 1 else 0
@@ -207,9 +226,9 @@ class Lane:
             if up:
                 program.copies_of(*place, batched=batched)
                 self._hand_over(program, fills, empties)
-                program.launches(kernel, self._scatter.at, values, 1, tally, counted)
+                program.launches(kernel, alone, values, 1, tally, counted)
             else:
-                program.launches(kernel, self._scatter.at, values, 1)
+                program.launches(kernel, alone, values, 1)
                 self._hand_over(program, fills, empties)
                 program.copies_of(*place, batched=batched, tally=tally, number=counted)
             program.record(slot.free, empties)
@@ -231,10 +250,10 @@ class Lane:
         assert self.kernel is not None
         return program.hold(self.kernel.values([part.table for part in parts], shifts))
 
-    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
+    def _parts(self, tables: Tables, pieces: Pieces, way: Way, looks: dict[int, Look]) -> list[Part]:
         """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
-            rows = rows_of(Pieces(pieces.table))
+            rows = rows_of(Pieces(pieces.table), looks.get(id(pieces.table)))
             if way is Way.STAGED:
                 parts = self._cut(tables, rows)
             else:

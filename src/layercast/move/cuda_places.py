@@ -25,8 +25,8 @@ def direction_of(driver: Driver, batches: Sequence[Series]) -> Direction:
     first = next((batch for batch in batches if len(batch.pieces)), None)
     if first is None:
         return Direction.LOCAL
-    ends = _first(first, "source"), _first(first, "target")
-    down, up = (driver.kind_of(end) == DEVICE for end in ends)
+    ends = _first(first, "target"), _first(first, "source")
+    up, down = (driver.kind_of(end) == DEVICE for end in ends)
     if up and down:
         elsewhere = any(driver.device_of(end) != driver.device for end in ends)
         return Direction.PEER if elsewhere else Direction.LOCAL
@@ -36,8 +36,7 @@ def direction_of(driver: Driver, batches: Sequence[Series]) -> Direction:
 def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction, batches: Sequence[Series]) -> bool:
     """Whether the device reaches all of it: a slab is pinned from its start on, so the ends say so."""
     host = _HOST[direction]
-    first = next((batch for batch in batches if len(batch.pieces)), None)
-    if first is not None and len(host) == 1:
+    if len(host) == 1 and (first := next((batch for batch in batches if len(batch.pieces)), None)) is not None:
         at = _first(first, host[0])
         if any(pinning.done and at in pinning for pinning in pinnings):
             return True  # asking for each end again would cost more than writing the program
@@ -55,7 +54,7 @@ def _inside(driver: Driver, series: Series) -> bool:
 def _first(series: Series, side: Side) -> int:
     """Where the first piece of the first part begins."""
     nth = _ROW[side]
-    return int(series.pieces.table[nth, 0] + series.shifts[0, nth])
+    return series.pieces.table.item(nth, 0) + series.shifts.item(0, nth)
 
 
 def _ends(series: Series, side: Side) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Program:
     def launches(
         self,
         kernel: tuple[int, int, int, int],
-        relay: int,
+        relay: Ints,
         parameters: int,
         count: int,
         tally: int = 0,
@@ -90,11 +90,11 @@ class Program:
     ) -> None:
         """Launches, a batch each, owned and counted as those of `copies`.
 
-        kernel: its function, programs, threads a program, and bytes of shared memory. relay: where one lies. parameters:
-        where those of the first lie (PARAMETERS values of 64 bits, or of 32 in their low half); LAUNCH_BYTES further
-        those of the next.
+        kernel: its function, programs, threads a program, and bytes of shared memory. relay: the words of one (see
+        `cuda_relay`). parameters: where those of the first lie (PARAMETERS values of 64 bits, or of 32 in their low
+        half); LAUNCH_BYTES further those of the next.
         """
-        self._add(Op.LAUNCHES, *kernel, relay, parameters, count, tally, number)
+        self._add(Op.LAUNCHES, *kernel, self.hold(relay), parameters, count, tally, number)
 
     def hold_until(self, stream: int, address: int, value: int = 1) -> None:
         """The stream goes on once the 32-bit word is `value` or more."""

@@ -9,26 +9,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layercast.move.cuda_program import Ints
-from layercast.move.words import address_of
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
     """Streams that launches take turns on, the one that goes on behind each, and an event for each turn.
 
-    Of an `alone` one all are the same, and there are no events. at: where its five numbers lie, as programs name it.
+    Of an `alone` one all are the same, and there are no events. words: the five numbers, as programs name it.
     """
 
     turns: tuple[int, int]
     behind: int
     events: tuple[int, int] = (0, 0)
-    at: int = field(init=False)
-    _words: Ints = field(init=False)
+    words: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        words = np.array([*self.turns, self.behind, *self.events], np.int64)
-        object.__setattr__(self, "_words", words)
-        object.__setattr__(self, "at", address_of(words))
+        object.__setattr__(self, "words", np.array([*self.turns, self.behind, *self.events], np.int64))
 
     @classmethod
     def alone(cls, stream: int) -> "Relay":
@@ -39,4 +35,3 @@ class Relay:
     def streams(self) -> tuple[int, ...]:
         """Each of its streams, once."""
         return tuple(dict.fromkeys([*self.turns, self.behind]))
-

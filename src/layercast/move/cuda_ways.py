@@ -4,12 +4,13 @@ Does not know streams, kernels or addresses of tensors.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.plan.pieces import COLUMNS, Pieces
+from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 WORD = 16
@@ -54,18 +55,29 @@ class Rows:
         return row
 
 
-def aligned(table: Ints) -> bool:
-    """Whether a kernel can move the pieces of a table: addresses, strides and lengths are multiples of WORD."""
-    bits = np.bitwise_or.reduce(table, axis=1).tolist()
-    return not any(ones % WORD for name, ones in zip(COLUMNS, bits, strict=True) if name != "count")
+class Look(NamedTuple):
+    """What one look at a table says. Each of numpy's costs 10 us and more where its code is cold."""
+
+    aligned: bool
+    """Whether a kernel can move its pieces: addresses, strides and lengths are multiples of WORD."""
+    rows: int | None
+    """How many there are of pieces that are each one copy of some bytes; None where some are not."""
 
 
-def rows_of(pieces: Pieces) -> Rows:
-    """Pieces as rows, those of each together and in order."""
+def look_at(table: Ints) -> Look:
+    """int64 [6, pieces], as in `Pieces`."""
+    source, target, length, count, *strides = np.bitwise_or.reduce(table, axis=1).tolist()
+    plain = count == 1 and all(np.minimum.reduce(table[2:4], axis=1).tolist())
+    bits = source | target | length | strides[0] | strides[1]
+    return Look(not bits % WORD, table.shape[1] if plain else None)
+
+
+def rows_of(pieces: Pieces, look: Look | None = None) -> Rows:
+    """Pieces as rows, those of each together and in order. look: at their table, where there has been one."""
     table = pieces.placed
-    source, target, length, count, source_stride, target_stride = table
-    if table[2:4].min(initial=1) > 0 and count.max(initial=1) == 1:
+    if (look or look_at(pieces.table)).rows is not None:
         return Rows(table[:3])
+    source, target, length, count, source_stride, target_stride = table
     count = np.where(length > 0, count, 0)
     index = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
@@ -79,6 +91,15 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     at, nbytes = address[order], length[order]
     breaks = at[1:] != at[:-1] + nbytes[:-1]
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
+
+
+def runs_in(pieces: Pieces, direction: Direction) -> int:
+    """The unbroken stretches of host memory on the way up or down; 0 where there is none, or no bytes."""
+    if direction not in (Direction.UP, Direction.DOWN):
+        return 0
+    rows = rows_of(pieces)
+    stretch = stretches(rows.source if direction is Direction.UP else rows.target, rows.length)[1]
+    return int(stretch[-1]) + 1 if len(rows) else 0
 
 
 def surely_engine(size: tuple[int, int], costs: Costs, *, kernel: bool) -> bool:
@@ -98,23 +119,20 @@ def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
     return 1.0 / EDGE * max(nbytes / costs.gbps / 1e3, count * costs.piece_us)
 
 
-def way_of(pieces: Pieces, direction: Direction, costs: Costs, *, staging: bool, kernel: bool) -> Way:
+def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0) -> Way:
     """The way expected to take least time, where the engine alone has its edge.
 
-    kernel: whether there is one and it can move them. staging: whether they fit a slot each.
+    size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
+    that they make in host memory, see `runs_in`; 0 = they can't be staged.
     """
-    nbytes, count = pieces.size
+    nbytes, count = size
     if count < 2 or not kernel:
         return Way.ENGINE
-    staging &= direction in (Direction.UP, Direction.DOWN)
     if costs.forced is not None:
-        return Way.ENGINE if costs.forced is Way.STAGED and not staging else costs.forced
+        return Way.ENGINE if costs.forced is Way.STAGED and not runs else costs.forced
     link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
     took = {Way.ENGINE: _engine_us(nbytes, count, costs)}
-    if staging:
-        rows = rows_of(pieces)
-        host = rows.source if direction is Direction.UP else rows.target
-        runs = int(stretches(host, rows.length)[1][-1]) + 1
+    if runs:
         took[Way.STAGED] = max(link_us, row_us, runs * costs.piece_us)
     took[Way.KERNEL] = max(nbytes / costs.kernel_gbps / 1e3, row_us)
     return min(took, key=lambda way: took[way])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from layercast.errors import BrokenInvariant, DeadlineExceeded, Refused
@@ -27,7 +27,7 @@ class _Job:
     keep: tuple[object, ...]
     queued: Callable[[], None]
     missing: int = 0
-    ready_at: float = field(default_factory=time.monotonic)
+    ready_at: float = 0.0
 
     def fail(self, error: BaseException) -> None:
         """End it, if it has not ended."""

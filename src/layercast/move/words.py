@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_NOTHING = ctypes.c_char * 0
 Words = npt.NDArray[np.int32]
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where an array lies, without the object that `array.ctypes` makes."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    """Where an array without gaps lies: of one that may be written, without the object that `array.ctypes` makes."""
+    return ctypes.addressof(_NOTHING.from_buffer(array.data)) if array.flags.writeable else array.ctypes.data
 
 
 def words_at(address: int, count: int) -> Words:

@@ -4,7 +4,9 @@ Does not know which blocks move.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,19 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+class Stacked(NamedTuple):
+    """Columns as they are spread over runs, source before target: each array is [.., columns, 1].
+
+    fills: whether a range is as long as both block strides.
+    """
+
+    at: Ints
+    strides: Ints
+    nbytes: Ints
+    fills: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class Columns:
     """Byte ranges of one block that move, as absolute addresses for block 0, with both block strides."""
 
@@ -21,6 +35,22 @@ class Columns:
     length: Ints
     source_stride: Ints
     target_stride: Ints
+
+    @cached_property
+    def stacked(self) -> Stacked:
+        """The same for who spreads them: plans come and go, and columns last."""
+        strides, nbytes = np.stack([self.source_stride, self.target_stride])[..., None], self.length[:, None]
+        return Stacked(
+            np.stack([self.source, self.target])[..., None], strides, nbytes, (strides == nbytes).all(axis=0)
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a block that move."""
+        return int(self.length.sum())
+
+
+_NAMES = tuple(field.name for field in fields(Columns))
 
 
 def columns_of(source: Ints, target: Ints, length: Ints, source_stride: int, target_stride: int) -> Columns:
@@ -50,8 +80,8 @@ _SHAPE = ("length", "source_stride", "target_stride")
 def merged_columns(parts: Sequence[Columns]) -> Columns:
     """All ranges of several column lists, joined where they touch on both sides and step alike."""
     if not parts:
-        return Columns(*(np.zeros(0, np.int64) for _ in Columns.__slots__))
-    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in Columns.__slots__]
+        return Columns(*(np.zeros(0, np.int64) for _ in _NAMES))
+    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in _NAMES]
     order = np.argsort(joined[0], kind="stable")
     source, target, length, source_stride, target_stride = (array[order] for array in joined)
     touches = (

@@ -134,6 +134,12 @@ class Series(msgspec.Struct, frozen=True, eq=False):
     def __iter__(self) -> Iterator[Pieces]:
         return map(self.__getitem__, range(len(self)))
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """(bytes, copies) of all parts."""
+        nbytes, copies = self.pieces.size
+        return len(self) * nbytes, len(self) * copies
+
 
 COLUMNS = ("source", "target", "length", "count", "source_stride", "target_stride")
 """What there is one of for each piece."""
@@ -193,8 +199,8 @@ class CopyPlan:
 
     route: "Route"
     runs: BlockRuns
-    _spread: dict[int, tuple[Pieces, tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
-    """By the id of columns, which the route keeps: their pieces, and (bytes, copies) of these."""
+    _spread: dict[int, Pieces] = field(default_factory=dict, compare=False, repr=False)
+    """By the id of columns, which the route keeps: their pieces."""
     _hashed: dict[tuple[int, Side, Side], DigestRanges] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -215,18 +221,17 @@ class CopyPlan:
         """The pieces of several layers at once, merged where both sides are adjacent."""
         return Pieces.join([series[0] for _, series, _ in self.series((tuple(layers),))])
 
-    def series(self, windows: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Alike, Series, tuple[int, int]]]:
-        """Each kind of windows in which it moves anything, their pieces, and (bytes, copies) of these."""
+    def series(self, windows: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Alike, Series, int]]:
+        """Each kind of windows in which it moves anything, their pieces, and bytes of these."""
         for alike in self.route.alike(windows):
-            if (found := self._spread.get(id(alike.columns))) is None:
-                pieces = _spread(alike.columns, self.runs)
-                found = self._spread[id(alike.columns)] = pieces, pieces.size
-            series, (nbytes, copies) = Series(found[0], alike.shifts, alike.turns), found[1]
-            yield alike, series, (len(series) * nbytes, len(series) * copies)
+            columns = alike.columns
+            if (pieces := self._spread.get(id(columns))) is None:
+                pieces = self._spread[id(columns)] = _spread(columns, self.runs)
+            yield alike, Series(pieces, alike.shifts, alike.turns), len(alike.windows) * self.blocks * columns.nbytes
 
     def nbytes(self, layers: Sequence[int]) -> int:
         """Bytes that those layers move."""
-        return self.blocks * sum(int(self.route.columns[layer].length.sum()) for layer in layers)
+        return self.blocks * sum(self.route.columns[layer].nbytes for layer in layers)
 
     def pairs(self) -> tuple[Ints, Ints]:
         """(source block, target block) of every block, in the order of the runs."""
@@ -314,15 +319,16 @@ class Route:
 
         The order of the pairs is free. Raises BadBlocks for ids out of range, repeated targets or unequal counts.
         """
-        source = checked_ids(source_blocks, self.source_blocks, f"{self.name} source")
-        target = checked_ids(target_blocks, self.target_blocks, f"{self.name} target")
-        if len(source) != len(target):
-            raise BadBlocks(f"{self.name}: {len(source)} source blocks for {len(target)} target blocks")
-        named = np.zeros(self.target_blocks, np.bool_)
-        named[target] = True
-        if np.count_nonzero(named) != len(target):
-            raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
-        return CopyPlan(self, runs_of(source, target))
+        if len(source_blocks) != len(target_blocks):
+            raise BadBlocks(f"{self.name}: {len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
+        ids = checked_ids((source_blocks, target_blocks), (self.source_blocks, self.target_blocks), self.name)
+        runs = runs_of(ids)
+        if len(runs.step) > 1:  # else no two are alike
+            named = np.zeros(self.target_blocks, np.bool_)
+            named[ids[1]] = True
+            if np.count_nonzero(named) != runs.blocks:
+                raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
+        return CopyPlan(self, runs)
 
 
 def route_between(source: Group, target: Group) -> Route:
@@ -349,17 +355,16 @@ def _layer_columns(source: Group, target: Group, layer: int) -> Columns:
 
 def _spread(columns: Columns, runs: BlockRuns) -> Pieces:
     """Every column over every run; a column that fills its block stride on both sides is one long piece."""
-    table = np.empty((len(COLUMNS), len(columns.length), len(runs.step)), np.int64)
-    source, target, length, count, source_stride, target_stride = table
-    from_, to, nbytes, from_step, to_step = (getattr(columns, name)[:, None] for name in Columns.__slots__)
-    plain = ((nbytes == from_step) & (nbytes == to_step)) & (runs.step > 0)
-    np.multiply(from_step, runs.source, out=source)
-    source += from_
-    np.multiply(to_step, runs.target, out=target)
-    target += to
-    np.multiply(nbytes, np.where(plain, runs.blocks_each, 1), out=length)
-    count[:] = np.where(plain, 1, runs.blocks_each)
-    steps = count > 1
-    np.multiply(from_step, steps, out=source_stride)
-    np.multiply(to_step, steps * runs.step, out=target_stride)
+    (at, strides, nbytes, fills), each = columns.stacked, runs.blocks_each
+    table = np.empty((len(COLUMNS), len(nbytes), len(each)), np.int64)
+    np.multiply(strides[0], runs.source, out=table[0])
+    np.multiply(strides[1], runs.target, out=table[1])
+    table[:2] += at
+    long = np.where(fills & (runs.step > 0), each, 1)  # blocks in each copy
+    np.multiply(nbytes, long, out=table[2])
+    np.floor_divide(each, long, out=table[3])
+    several = table[3] > 1
+    np.multiply(strides[0], several, out=table[4])
+    np.multiply(strides[1], several, out=table[5])
+    table[5] *= runs.step
     return Pieces(table.reshape(len(COLUMNS), -1))

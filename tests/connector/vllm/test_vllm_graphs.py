@@ -15,6 +15,7 @@ pytestmark = [
 ]
 LAYERS = 3
 LOAD = LoadOrder("load-1", "hit", 32, (BlockPairs(0, (0, 1), (2, 3)),), 1)
+QUEUED = ("all that is queued",)
 
 
 class Recording:
@@ -98,22 +99,24 @@ def test_layers_call_their_hooks_in_steps_that_move_something_and_until_each_was
     assert hooks.has_connector_metadata()
 
 
-def test_loads_wait_for_no_forward_where_none_uses_their_blocks_any_more(hooks):
-    """What leaves a window is free while a forward still reads it, and so may be what a draft writes."""
-    queued = ("all that is queued",)
-    for kind, drafts, after in (
+@pytest.mark.parametrize(
+    ("kind", "drafts", "after"),
+    [
         (GroupKind.FULL, None, ()),
         (GroupKind.LATENT, None, ()),
-        (GroupKind.WINDOW, None, queued),
-        (GroupKind.FULL, "mtp", queued),
-    ):
-        hooks.group(kind)
-        hooks._vllm_config.speculative_config, hooks._step = drafts, None
-        hooks.handle_preemptions(orders_with("loads", early=True))
-        assert hooks._worker.after == after
+        (GroupKind.WINDOW, None, QUEUED),
+        (GroupKind.FULL, "mtp", QUEUED),
+    ],
+)
+def test_loads_wait_for_no_forward_where_none_uses_their_blocks_any_more(hooks, kind, drafts, after):
+    """What leaves a window is free while a forward still reads it, and so may be what a draft writes."""
+    hooks.group(kind)
+    hooks._vllm_config.speculative_config = drafts
+    hooks.handle_preemptions(orders_with("loads", early=True))
+    assert hooks._worker.after == after
     hooks._step = None
     hooks.bind_connector_metadata(orders_with("background"))
-    assert hooks._worker.after == queued
+    assert hooks._worker.after == QUEUED
 
 
 def test_loads_wait_for_forwards_where_vllm_takes_the_engine_for_a_producer_as_it_frees_blocks_at_once_there(

@@ -97,7 +97,7 @@ class LayercastConnector(WorkerHooks, SchedulerHooks, SupportsHMA):
         worker = get_kv_transfer_group() if has_kv_transfer_group() else None
         ours = self._kv_transfer_config.engine_id
         if isinstance(worker, WorkerHooks) and worker._kv_transfer_config.engine_id == ours:
-            worker.handle_preemptions(replace(self._due.orders(loads_alone=True), early=True))
+            worker.handle_preemptions(self._due.orders(loads_alone=True))
 
     def _may_begin(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether nothing of vLLM's comes before this step's loads."""

@@ -59,7 +59,7 @@ class Due:
         return after
 
     def orders(self, *, loads_alone: bool = False) -> Orders:
-        """All that there is by now, or its loads alone, under the next step's number."""
+        """All that there is by now, or its loads alone, early then, under the next step's number."""
         if self._step is None:
             self._step = next(self.steps)
         orders = StepOrders(
@@ -71,7 +71,8 @@ class Due:
             joins=tuple(self.joins),
             tier=() if loads_alone else tuple(self.tier),
         )
-        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), tuple(sorted(self.misled)))
+        misled = tuple(sorted(self.misled))
+        return Orders(orders, frozenset(self.lost_blocks), frozenset(self.lost_requests), misled, loads_alone)
 
 
 def tables_of(block_ids: Sequence[Sequence[int]]) -> list[Table]:

@@ -5,6 +5,7 @@ Does not know keys, leases or why something moves.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -97,10 +98,13 @@ class WorkerHooks(KVConnectorBase_V1):
         no forward under way uses their blocks, what is left of these."""
         if isinstance(kv_connector_metadata, Orders) and kv_connector_metadata.early and self._step is None:
             assert kv_connector_metadata.orders is not None
-            outermost = get_kv_transfer_group() if has_kv_transfer_group() else self
-            specs, role = self._handshake.facts.specs, outermost._kv_transfer_config
-            at_once = fill_at_once(self._vllm_config, specs, role)
-            self._begin(kv_connector_metadata.orders, () if at_once else (self._worker.mover.mark(),))
+            self._begin(kv_connector_metadata.orders, () if self._at_once else (self._worker.mover.mark(),))
+
+    @cached_property
+    def _at_once(self) -> bool:
+        """Whether loads wait for nothing that is queued; asked once vLLM has made the connector that it calls."""
+        outermost = get_kv_transfer_group() if has_kv_transfer_group() else self
+        return fill_at_once(self._vllm_config, self._handshake.facts.specs, outermost._kv_transfer_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. One whose forward reads loads waits for `start_load_kv`, which comes before that forward."""

@@ -73,7 +73,7 @@ def table_of(rows: Ints, table: Ints) -> int:
     if count < len(words):
         table[:, count:] = 0
     words >>= 3
-    return -(-int(words.max(initial=0)) // BLOCK)
+    return -(-int(np.maximum.reduce(words, initial=0)) // BLOCK)
 
 
 def assert_aligned(*arrays: Ints) -> None:
