@@ -21,6 +21,7 @@ from layercast.move.cuda_driver import DEVICE, HOST, libc
 from layercast.move.cuda_issue import Issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
+from layercast.move.cuda_ways import Choice
 from layercast.move.flights import HostFlight
 from layercast.plan.pieces import Series
 from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
@@ -131,8 +132,8 @@ def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_i
     ours.tables, theirs.tables = taken[0], taken[1] if other is Way.KERNEL else None
     lane.start(ours, way)
     lane.start(theirs, other)
-    lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), other, 0, {}, pinned=True))
-    lane.finish(ours, lane.move(ours, Series(rows), range(1), way, 0, {}, pinned=True))
+    lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), Choice(other), 0, pinned=True))
+    lane.finish(ours, lane.move(ours, Series(rows), range(1), Choice(way), 0, pinned=True))
     for program in (theirs, ours):
         device.issue(device.calls, (0, 0)).run(program.table(), NOTHING, np.zeros(1, np.int64), 1)
     assert memory.read(target, 4096) == b"".join(data[64 * i : 64 * (i + 1)] for i in reversed(range(64)))

@@ -234,6 +234,7 @@ def test_no_blocks_and_no_layers_are_no_pieces():
         ([0], [4], r"target: block 4 is outside 0\.\.3"),
         ([-1], [0], "block -1"),
         ([2**70], [0], "outside"),
+        ([0], [0.5], "outside"),
         ([0, 1], [2, 2], "named twice"),
         ([0, 1], [2], "2 source blocks for 1"),
     ],

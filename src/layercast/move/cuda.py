@@ -26,6 +26,7 @@ from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_places import all_pinned, direction_of
 from layercast.move.cuda_program import EVERYBODYS, Ints, Program
+from layercast.move.cuda_ways import Choice
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
@@ -127,14 +128,14 @@ class CudaMover(Mover):
         if not others:
             arm.desk.stir()
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind, {})
+        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
         return self._submit(arm, orders, others, keep)
 
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
         lane, runs, laid = arm.lane, orders.runs(), False
         wave = Wave(self._driver, lane.tally, sum(len(run.parts) for run in runs), self._events.take())
         wave.then(lambda _: self._ended(lane, wave))
-        way, pinned = None, False
+        choice, pinned = None, False
         early: Program | None = None
         table: Ints | None = None
 
@@ -151,7 +152,7 @@ class CudaMover(Mover):
             if laid:
                 lane.tables.give_back(wave.tables, wave.last)
             else:
-                how = self._way(lane, orders) if others else (way, pinned)
+                how = self._choice(lane, orders) if others else (choice, pinned)
                 for program in [early] if early else self._programs(lane, orders, runs, wave, *how):
                     self._issue.run(program.table(), self._cuts, wave.errors, wave.first)
                     lane.tables.give_back(wave.tables, wave.last)
@@ -161,8 +162,8 @@ class CudaMover(Mover):
         behind = [flight.wave if isinstance(flight, CudaFlight) else flight for flight in others]
         try:
             if not others:
-                way, pinned = self._way(lane, orders)
-                if early := self._early(lane, orders, runs, wave, way, pinned=pinned):
+                choice, pinned = self._choice(lane, orders)
+                if choice and (early := self._early(lane, orders, runs, wave, choice, pinned=pinned)):
                     table = early.table()
             arm.line.submit(wave, run, behind, keep, queued)
         except BaseException as error:
@@ -285,42 +286,43 @@ class CudaMover(Mover):
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
 
-    def _way(self, lane: Lane, orders: Orders) -> tuple[Way | None, bool]:
+    def _choice(self, lane: Lane, orders: Orders) -> tuple[Choice | None, bool]:
         """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        way = lane.way(batches[:1], orders.looks) if pinned else Way.ENGINE
-        if way is Way.STAGED or (way is Way.KERNEL and len(batches) > 1 and lane.way(batches, orders.looks) is not way):
-            return None, pinned
-        return way, pinned
+        choice = lane.choice(batches[:1]) if pinned else Choice(Way.ENGINE)
+        if choice.way is Way.KERNEL and len(batches) > 1:
+            choice = lane.choice(batches)
+            return (choice if choice.way is Way.KERNEL else None), pinned
+        return (None if choice.way is Way.STAGED else choice), pinned
 
     def _early(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way | None, *, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, choice: Choice, *, pinned: bool
     ) -> Program | None:
         """The wave as one program, before it stands in the queue; None = the thread that issues must write it."""
-        if way is Way.ENGINE or (way is Way.KERNEL and lane.tables.take(wave.tables)):
-            return self._program(lane, orders, runs, wave, way, pinned=pinned)
+        if choice.way is Way.ENGINE or lane.tables.take(wave.tables):
+            return self._program(lane, orders, runs, wave, choice, pinned=pinned)
         return None
 
     def _programs(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Way | None, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Choice | None, pinned: bool
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
-            way = whole or lane.way([orders.batches[run.batch] for run in some], orders.looks)
-            if way is not Way.ENGINE:
+            choice = whole or lane.choice([orders.batches[run.batch] for run in some])
+            if choice.way is not Way.ENGINE:
                 lane.tables.take_next(wave.tables)
-            yield self._program(lane, orders, some, wave, way, pinned=pinned)
+            yield self._program(lane, orders, some, wave, choice, pinned=pinned)
 
     def _program(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, choice: Choice, *, pinned: bool
     ) -> Program:
         """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved.
 
         One by the engine, or by the kernel in the last tables that the wave has taken, on any thread, once what it
         waits for has its numbers; one that is staged on the thread that issues.
         """
-        program, stream = Program(EVERYBODYS), lane.copy
+        program, stream, way = Program(EVERYBODYS), lane.copy, choice.way
         program.tables = None if way is Way.ENGINE else wave.tables[-1]
         lane.start(program, way)
         passed: set[Flight] = set()
@@ -332,7 +334,7 @@ class CudaMover(Mover):
             if orders.behind[batch]:
                 lane.hold_until(program, orders.behind[batch], way)
             program.owner, series = place, orders.batches[batch]
-            stream = lane.move(program, series, parts, way, place, orders.looks, pinned=pinned)
+            stream = lane.move(program, series, parts, choice, place, pinned=pinned)
             program.owner = EVERYBODYS
             if orders.flags[batch] and parts.stop == len(series.shifts):
                 program.write(stream, orders.flags[batch])

@@ -19,7 +19,18 @@ from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
-from layercast.move.cuda_ways import WORD, Ints, Look, Rows, look_at, rows_of, runs_in, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import (
+    WORD,
+    Choice,
+    Ints,
+    Rows,
+    look_at,
+    rows_of,
+    runs_in,
+    stretches,
+    surely_engine,
+    way_of,
+)
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
@@ -99,34 +110,29 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    def way(self, batches: Sequence[Series], looks: dict[int, Look]) -> Way:
-        """How these are to move; the first pieces of the first that has any stand for all.
-
-        looks: at their tables, by the id of each; those that are missing and of use are added.
-        """
+    def choice(self, batches: Sequence[Series]) -> Choice:
+        """How these are to move; the first pieces of the first that has any stand for all."""
         kernel, first_of = bool(self.tables), next((batch for batch in batches if len(batch.pieces)), None)
         if first_of is None:
-            return Way.ENGINE
+            return Choice(Way.ENGINE)
         # Each look of numpy's at an array costs 10 us where its code is cold, a list of a few pieces nearly nothing.
         lengths, counts = first_of.pieces.table[2:4, :FEW].tolist()
         few = sum(map(mul, lengths, counts)), sum(counts)
         if surely_engine(few, self.costs, kernel=kernel):
-            return Way.ENGINE
-        shared, rows = {id(batch.pieces.table): batch.pieces for batch in batches}, 0
-        for key, part in shared.items():
-            if (look := looks.get(key)) is None:
-                look = looks[key] = look_at(part.table)
-            if not look.aligned:
-                return Way.ENGINE
-            rows += int(part.count.sum()) if look.rows is None else look.rows
+            return Choice(Way.ENGINE)
+        shared = {id(batch.pieces.table): batch.pieces for batch in batches}
+        looks = {key: look_at(part.table) for key, part in shared.items()}
+        rows = sum(looks[key].rows or int(part.count.sum()) for key, part in shared.items())
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        if 24 * 2 * (rows + 2 * len(shared)) > TABLE_BYTES or any(map(_odd, batches)):
-            return Way.ENGINE
+        fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
+        if not (fits and all(look.aligned for look in looks.values())) or any(map(_odd, batches)):
+            return Choice(Way.ENGINE)
         slot_bytes = self.staging.slot_bytes
         if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-            return way_of(sample.size, self.costs, kernel=kernel, runs=runs_in(sample, self.direction))
-        return way_of(few, self.costs, kernel=kernel)
+            runs = runs_in(sample, self.direction)
+            return Choice(way_of(sample.size, self.costs, kernel=kernel, runs=runs), looks)
+        return Choice(way_of(few, self.costs, kernel=kernel), looks)
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.
@@ -161,18 +167,17 @@ class Lane:
         program: Program,
         series: Series,
         parts: range,
-        way: Way,
+        choice: Choice,
         number: int,
-        looks: dict[int, Look],
         *,
         pinned: bool,
     ) -> int:
         """Add parts of a series and count them as `number` and those after it; the stream behind which they are there.
 
-        looks: as in `way`. pinned: the device reaches both sides.
+        pinned: the device reaches both sides.
         """
-        stream, tally, tables = self._last(way), self.tally.address, program.tables
-        moved = [] if tables is None else self._parts(tables, series.pieces, way, looks)
+        way, tally, tables = choice.way, self.tally.address, program.tables
+        stream, moved = self._last(way), [] if tables is None else self._parts(tables, series.pieces, choice)
         if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
@@ -250,11 +255,11 @@ class Lane:
         assert self.kernel is not None
         return program.hold(self.kernel.values([part.table for part in parts], shifts))
 
-    def _parts(self, tables: Tables, pieces: Pieces, way: Way, looks: dict[int, Look]) -> list[Part]:
+    def _parts(self, tables: Tables, pieces: Pieces, choice: Choice) -> list[Part]:
         """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
-            rows = rows_of(Pieces(pieces.table), looks.get(id(pieces.table)))
-            if way is Way.STAGED:
+            rows = rows_of(Pieces(pieces.table), choice.looks.get(id(pieces.table)))
+            if choice.way is Way.STAGED:
                 parts = self._cut(tables, rows)
             else:
                 parts = [Part(_NO_PIECES, tables.add(rows))] if len(rows) else []

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from layercast.move.base import Flight
-from layercast.move.cuda_ways import Look
 from layercast.plan.pieces import Series
 
 
@@ -29,8 +28,6 @@ class Orders(NamedTuple):
     """Addresses of 32-bit words to set behind them; 0 = none."""
     behind: Sequence[int]
     """Addresses of words that they wait for; 0 = none."""
-    looks: dict[int, Look]
-    """At their tables, by the id of each, as far as there has been one."""
 
     def runs(self) -> list[Run]:
         """All parts in the order in which they move."""

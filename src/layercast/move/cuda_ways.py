@@ -3,6 +3,7 @@
 Does not know streams, kernels or addresses of tensors.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,13 @@ class Look(NamedTuple):
     """Whether a kernel can move its pieces: addresses, strides and lengths are multiples of WORD."""
     rows: int | None
     """How many there are of pieces that are each one copy of some bytes; None where some are not."""
+
+
+class Choice(NamedTuple):
+    """How batches are to move, and what was seen of their tables on the way to it, by the id of each."""
+
+    way: Way
+    looks: Mapping[int, Look] = {}
 
 
 def look_at(table: Ints) -> Look:
