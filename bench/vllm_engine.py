@@ -11,7 +11,9 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -73,7 +75,11 @@ class Engine:
         self.vocabulary = self.core.vllm_config.model_config.get_vocab_size()
         self.up_s = time.perf_counter() - start
         for _ in range(2):
-            self.answer(self.tokens(2048))
+            self.answer(ids := self.tokens(2048))
+        self.settle(0.5)
+        self.forget()
+        # By a load, so that whoever loads has its threads before this one is kept on a core, which they would inherit.
+        self.answer(ids, wishes={"load": True} if case.get("layercast") else None)
 
     def facts(self):
         graphs = str(self.core.vllm_config.compilation_config.cudagraph_mode)
@@ -132,8 +138,14 @@ class Engine:
     # ---- orders ----
 
     def move(self, core):
-        """Go on with this thread on that processor core; null: on those of the start."""
-        os.sched_setaffinity(0, self.cores if core is None else {core})
+        """Go on with this thread alone on that processor core, and with all others elsewhere; null: as at the start.
+
+        A thread has the cores of the one that makes it, so that some made meanwhile may have been left on another core.
+        """
+        for thread in map(int, os.listdir("/proc/self/task")):
+            mine = core is not None and thread == threading.get_native_id()
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, {core} if mine else self.cores - {core})
 
     def hits(self, prefix, new, reps, settle=0.5, wishes=None):
         """Hits behind prefixes from the connector, then from GPU memory; first sights of these the first time.
