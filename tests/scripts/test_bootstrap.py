@@ -1,5 +1,6 @@
 import importlib.metadata
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -250,7 +251,8 @@ def test_make_refuses_an_old_python_in_one_line_even_one_that_cant_read_the_scri
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.version_info = {version}\n")
     python = f"PYTHON=env PYTHONPATH={tmp_path} {sys.executable}"
     command = ["make", "--no-print-directory", "check", python, f"VENV={tmp_path / 'venv'}"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    outermost = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=outermost)
     said, told = ran.stderr.splitlines()
     assert said.startswith("bootstrap: ")
     assert said.endswith("PYTHON=python3.11")

@@ -137,6 +137,8 @@ def test_the_receipt_of_a_single_token_says_what_became_of_its_load(facts):
 
 
 def test_a_cache_of_eight_bits_is_loaded_byte_by_byte_and_each_kind_has_its_own_names(facts):
+    if not facts["small"]:
+        pytest.skip("vLLM keeps eight bits only on processors with AVX-512 or AMX")
     nbytes = 6 * BLOCK_BYTES // 4
     keys = {facts["keys"][0]}
     for equal, loads, moved, key, threads in facts["small"]:
