@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,7 +137,7 @@ def make_venv(venv: Path) -> None:
         return
     say(f"creating {venv} with Python {platform.python_version()}")
     try:
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, close_fds=False)  # as pip, below
     except subprocess.CalledProcessError as error:
         raise Stop(f"could not create {venv} (on Debian: apt-get install python3-venv)") from error
 
@@ -204,7 +204,8 @@ def alone(venv: Path) -> Iterator[None]:
             f"another make has held {lock} for {WAIT_S / 60:.0f} minutes: end it, then run the same command again"
         )
 
-    lock = venv.with_name(f"{venv.name}.lock")
+    folder = venv.resolve()  # one lock, whatever name it is called by
+    lock = folder.parent / f"{folder.name}.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a")
@@ -219,8 +220,20 @@ def alone(venv: Path) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, WAIT_S)
             fcntl.flock(file, fcntl.LOCK_EX)
             signal.setitimer(signal.ITIMER_REAL, 0)
+        except OSError as error:  # some file systems have no locks
+            raise Stop(f"{lock}: {error.strerror}; choose another folder: make ... VENV=FOLDER") from error
         os.set_inheritable(file.fileno(), True)
         yield
+
+
+def right_of(stamps: dict[Path, str]) -> set[Path]:
+    """Those files that say what they should; another make may take them away meanwhile."""
+    found = set()
+    for path, text in stamps.items():
+        with suppress(FileNotFoundError):
+            if path.read_text() == text:
+                found.add(path)
+    return found
 
 
 def bootstrap(venv: Path, targets: list[str]) -> None:
@@ -229,16 +242,22 @@ def bootstrap(venv: Path, targets: list[str]) -> None:
     python = sys.version.split()[0]
     stamps = {venv / f".layercast-{target}": stamp_text(target, python, sources) for target in NEED_BYTES}
     wanted = {venv / f".layercast-{target}" for target in targets}
+
+    def ready() -> bool:
+        return python_of(venv).exists() and wanted <= right_of(stamps)
+
+    if ready():  # not all who use it may write beside it
+        return
     with alone(venv):
-        right = {path for path, text in stamps.items() if path.exists() and path.read_text() == text}
-        if python_of(venv).exists() and wanted <= right:
+        if ready():
             return
+        others = right_of(stamps) - wanted
         parent = next(folder for folder in [venv, *venv.parents] if folder.exists())
         refuse_full_disk(parent, shutil.disk_usage(parent).free, targets)
         for path in stamps:  # what is installed for one target changes what the others use
             path.unlink(missing_ok=True)
         install(venv, targets)
-        for path in wanted | right:
+        for path in wanted | others:
             path.write_text(stamps[path])
     say(f"{venv} is ready for {', '.join(targets)}")
 

@@ -367,6 +367,29 @@ def test_a_batch_that_moves_nothing_has_not_come_before_what_it_waits_for(later,
     mover.close(SOON_S)
 
 
+@pytest.mark.parametrize("before", list(Way))
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("call", ["launch", "copy_batch", None])
+def test_a_batch_that_is_empty_or_refused_is_not_counted_before_what_another_way_still_moves(later, before, way, call):
+    mover, memory, word = mover_of(later, only(before)), DeviceMemory(later, (HOST, DEVICE)), np.zeros(1, np.int32)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    size = 32 if call else 0
+    first = mover.submit_all(
+        [pieces_of((source, target, 32), (source + 64, target + 64, 32))], behind=[word.ctypes.data]
+    )[0]
+    assert first.wave.issued.wait(SOON_S)
+    later.failing = {call: 1} if call else {}
+    mover.prefer(only(way))
+    second = mover.submit(pieces_of((source, target, size), (source + 64, target + 64, size)))
+    assert second.wave.issued.wait(SOON_S)
+    time.sleep(BRIEF_S)
+    assert (first.done, second.done) == (False, False)
+    later.failing, word[:] = {}, 1
+    first.wait(SOON_S)
+    assert second.wave.wait(SOON_S) is None
+    mover.close(SOON_S)
+
+
 def test_a_step_behind_a_mark_is_held_by_the_device_not_by_the_host(device):
     mover, memory = mover_of(device), DeviceMemory(device, (HOST, DEVICE))
     source, target = memory.alloc(64), memory.alloc(64)

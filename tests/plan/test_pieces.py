@@ -236,6 +236,8 @@ def test_no_blocks_and_no_layers_are_no_pieces():
         ([2**70], [0], "outside"),
         ([0], [0.5], "outside"),
         ([0, 1], [2, 2], "named twice"),
+        ([0, 1, 2], [2, 1, 2], "named twice"),
+        ([0, 1, 2], [1, 0, 1], "named twice"),
         ([0, 1], [2], "2 source blocks for 1"),
     ],
 )

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.plan.runs import checked_ids, runs_of
+from layercast.plan.runs import checked_ids, runs_of, single_run
 
 stretches = st.builds(
     lambda first, count, down: list(range(first, first + count))[:: -1 if down else 1],
@@ -16,7 +16,10 @@ few = st.lists(st.integers(0, 7), unique=True)
 def test_runs_are_as_long_as_they_can_be_and_have_each_pair_once(sides):
     count = min(map(len, sides))
     source, target = (side[:count] for side in sides)
-    runs = runs_of(checked_ids((source, target), (50, 50), "g"))
+    ids = checked_ids((source, target), (50, 50), "g")
+    runs = runs_of(ids)
+    if single := single_run(ids):
+        assert [array.tolist() for array in single] == [array.tolist() for array in runs]
     wanted, left = [], sorted(zip(source, target, strict=True))
     for pair in left:
         if wanted and _goes_on(wanted[-1], pair):
@@ -29,6 +32,12 @@ def test_runs_are_as_long_as_they_can_be_and_have_each_pair_once(sides):
     ]
     assert found == wanted
     assert [*zip(*(ids.tolist() for ids in runs.pairs), strict=True)] == left
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=5))
+def test_pairs_that_name_a_block_twice_are_no_single_run(pairs):
+    run = single_run(checked_ids(([a for a, _ in pairs], [b for _, b in pairs]), (5, 5), "g"))
+    assert run is None or all(len({*side}) == len(pairs) for side in zip(*pairs, strict=True))
 
 
 def _goes_on(run, pair):

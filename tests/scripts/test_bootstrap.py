@@ -1,3 +1,4 @@
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -223,6 +224,49 @@ def test_the_lock_lasts_as_long_as_pip_where_the_process_that_began_it_is_killed
         assert "waiting for it" in second.stdout.readline()
         killed.stdin.write("pip ends\n")
     assert "installing" in second.communicate("go on\n", timeout=30)[0]
+
+
+def test_an_environment_that_is_ready_needs_no_lock_so_who_may_not_write_beside_it_can_use_it(make, tmp_path):
+    make("demo").communicate("go on\n", timeout=30)
+    (tmp_path / "venv.lock").unlink()
+    (tmp_path / "venv.lock").mkdir()  # as good as one that is another's
+    assert make("demo").communicate(timeout=30) == ("", "")
+    assert "venv.lock: Is a directory" in make("check").communicate(timeout=30)[1]
+
+
+@pytest.mark.parametrize("other", ["links/other", "links/../venv"])
+def test_an_environment_with_two_names_has_one_lock(bootstrap, make, tmp_path, monkeypatch, other):
+    first = make("demo")
+    assert "installing" in first.stdout.readline()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "other").symlink_to(tmp_path / "venv")
+    monkeypatch.setattr(bootstrap, "WAIT_S", 0.1)
+    with pytest.raises(bootstrap.Stop, match=rf"has held {tmp_path}/venv\.lock"), bootstrap.alone(tmp_path / other):
+        pass
+    first.communicate("go on\n", timeout=30)
+
+
+def test_a_file_system_without_locks_is_named_in_one_line_with_what_to_type(bootstrap, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(bootstrap.fcntl, "flock", none)
+    with pytest.raises(bootstrap.Stop, match=r"venv\.lock: No locks available; .*VENV=FOLDER"):
+        bootstrap.bootstrap(tmp_path / "venv", ["check"])
+
+
+def test_the_lock_lasts_as_long_as_the_environment_is_being_made(bootstrap, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport os, pathlib\npathlib.Path({str(tmp_path / 'held')!r}).write_text("
+        "' '.join(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2 "
+        "and os.path.exists(f'/proc/self/fd/{n}')))\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(bootstrap.sys, "executable", str(python))
+    with bootstrap.alone(tmp_path / "venv"):
+        bootstrap.make_venv(tmp_path / "venv")
+    assert str(tmp_path / "venv.lock") in (tmp_path / "held").read_text()
 
 
 def test_an_environment_that_was_left_without_pip_is_made_again(bootstrap, tmp_path):

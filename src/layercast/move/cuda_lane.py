@@ -145,8 +145,10 @@ class Lane:
         if program.tables is not None:
             reads = self.spread if way is Way.STAGED else self.copy
             program.copies_of(*program.tables.upload, reads, batched=False)
-        if way is Way.KERNEL:
-            self._hand_over(program, self.copy, self.spread)
+        if way is Way.KERNEL:  # what counts waits too, as it would run ahead over a batch that is not launched
+            program.record(self._filled, self.copy)
+            for stream in self._relay.streams[1:]:
+                program.wait(stream, self._filled)
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:

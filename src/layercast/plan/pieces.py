@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from layercast.errors import BadBlocks, LayoutMismatch
 from layercast.plan.columns import Columns, columns_of, merged_columns, shifts_of
-from layercast.plan.runs import BlockRuns, checked_ids, runs_of
+from layercast.plan.runs import BlockRuns, checked_ids, runs_of, single_run
 from layercast.plan.segments import matched_segments
 from layercast.spec.groups import Group
 
@@ -322,12 +322,13 @@ class Route:
         if len(source_blocks) != len(target_blocks):
             raise BadBlocks(f"{self.name}: {len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
         ids = checked_ids((source_blocks, target_blocks), (self.source_blocks, self.target_blocks), self.name)
-        runs = runs_of(ids)
-        if len(runs.step) > 1:  # else no two are alike
+        runs = single_run(ids)
+        if runs is None:  # else no two targets are alike
             named = np.zeros(self.target_blocks, np.bool_)
             named[ids[1]] = True
-            if np.count_nonzero(named) != runs.blocks:
+            if np.count_nonzero(named) != ids.shape[1]:
                 raise BadBlocks(f"{self.name}: a target block is named twice, so its content would be undefined")
+            runs = runs_of(ids)
         return CopyPlan(self, runs)
 
 

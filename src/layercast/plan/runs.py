@@ -56,13 +56,11 @@ def checked_ids(sides: tuple[Sequence[int], Sequence[int]], blocks: tuple[int, i
     return ids
 
 
-def runs_of(ids: Ints) -> BlockRuns:
-    """Maximal runs of block pairs (source and target, [2, pairs]), in order of the source id."""
-    return _single(ids) or _sorted(*ids)
+def single_run(ids: Ints) -> BlockRuns | None:
+    """All pairs (source and target, [2, pairs]) as one run, where they are one, as of an engine that has not run long.
 
-
-def _single(ids: Ints) -> BlockRuns | None:
-    """All pairs as one run, where they are one, as of an engine that has not run long; else None."""
+    Else None. A run names no block twice.
+    """
     blocks, ends = ids.shape[1], ids[:, :: max(1, ids.shape[1] - 1)].tolist()
     if blocks < 2 or any(abs(last - first) != blocks - 1 for first, last in ends):
         return None
@@ -78,7 +76,9 @@ def _single(ids: Ints) -> BlockRuns | None:
     return BlockRuns(heads[0], heads[1], heads[2], heads[3], np.arange(pair, pair + blocks * each, each))
 
 
-def _sorted(source: Ints, target: Ints) -> BlockRuns:
+def runs_of(ids: Ints) -> BlockRuns:
+    """Maximal runs of block pairs (as above; no target twice), in order of the source id."""
+    source, target = ids
     pairs = (source << _HALF) + target
     pairs.sort()
     away = np.zeros(len(pairs), np.int64)
