@@ -70,10 +70,10 @@ class Mover(ABC):
     def submit_all(
         self, batches: Sequence[Pieces | Series], *, after: Sequence[Sequence[Flight]] = (), keep: Sequence[object] = ()
     ) -> Sequence[Flight]:
-        """Copy several batches in this order, each behind its own `after`; a flight for each. Returns at once.
+        """Copy several batches, begun in this order, each behind its own `after`; a flight for each. Returns at once.
 
-        Of series the parts go by their turns. What can't be submitted is a failed flight, and the others move all the
-        same.
+        None may touch memory that another of them writes, as they may overlap; submissions do not. Of series the parts
+        go by their turns. What can't be submitted is a failed flight, and the others move all the same.
         """
         return [
             self._submitted(pieces, behind, keep)

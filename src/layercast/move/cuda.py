@@ -105,12 +105,13 @@ class CudaMover(Mover):
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
-        """Copy several batches, all in one direction and in this order, each behind its own `after`; a flight for each.
+        """Copy several batches, all in one direction, begun in this order, each behind its own `after`; a flight a batch.
 
-        They are issued in one call, without the interpreter lock. Of series the parts go by their turns, those of
-        turn 0 (as plain pieces) in the order of the batches. flags: for each batch the address of a 32-bit word, in
-        pinned or device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A word
-        that nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
+        None may touch memory that another of them writes: by the kernel they overlap. They are issued in one call,
+        without the interpreter lock. Of series the parts go by their turns, those of turn 0 (as plain pieces) in the
+        order of the batches. flags: for each batch the address of a 32-bit word, in pinned or device memory, that the
+        device sets to 1 behind it; behind: likewise a word that it waits for. A word that nobody sets holds this
+        direction for good. Returns at once. Raises Refused once closed.
         """
         count = len(batches)
         after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
