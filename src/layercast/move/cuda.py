@@ -105,7 +105,7 @@ class CudaMover(Mover):
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
-        """Copy several batches, all in one direction, begun in this order, each behind its own `after`; a flight a batch.
+        """Copy several batches, all in one direction, begun in this order, each behind its own `after`; a flight each.
 
         None may touch memory that another of them writes: by the kernel they overlap. They are issued in one call,
         without the interpreter lock. Of series the parts go by their turns, those of turn 0 (as plain pieces) in the
