@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,21 +206,19 @@ def alone(venv: Path) -> Iterator[None]:
 
     folder = venv.resolve()  # one lock, whatever name it is called by
     lock = folder.parent / f"{folder.name}.lock"
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a")
-    except OSError as error:
-        raise Stop(f"{lock}: {error.strerror}; choose another folder: make ... VENV=FOLDER") from error
-    with file:
+    with ExitStack() as closing:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another make installs into {venv}; waiting for it")
-            signal.signal(signal.SIGALRM, give_up)
-            signal.setitimer(signal.ITIMER_REAL, WAIT_S)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except OSError as error:  # some file systems have no locks
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = closing.enter_context(lock.open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another make installs into {venv}; waiting for it")
+                signal.signal(signal.SIGALRM, give_up)
+                signal.setitimer(signal.ITIMER_REAL, WAIT_S)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except OSError as error:  # the folder can't be written, or its file system has no locks
             raise Stop(f"{lock}: {error.strerror}; choose another folder: make ... VENV=FOLDER") from error
         os.set_inheritable(file.fileno(), True)
         yield

@@ -1,6 +1,5 @@
 import errno
 import importlib.metadata
-import importlib.util
 import os
 import re
 import signal
@@ -15,11 +14,8 @@ SCRIPT = ROOT / "scripts" / "bootstrap.py"
 
 
 @pytest.fixture(scope="module")
-def bootstrap():
-    spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bootstrap(module_of):
+    return module_of(SCRIPT)
 
 
 def test_an_old_python_is_refused_with_what_to_type(bootstrap):

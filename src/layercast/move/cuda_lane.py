@@ -6,6 +6,7 @@ Copies of one lane happen in the order in which their programs are issued. Does 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import mul
 
 import numpy as np
@@ -140,15 +141,12 @@ class Lane:
         Of what is staged only the second half waits: the first one fills slots, which say themselves when they are
         free.
         """
-        first = self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
-        program.wait(first, self._tail)
+        program.wait(self.copy if way is Way.KERNEL else self._last(way), self._tail)
         if program.tables is not None:
             reads = self.spread if way is Way.STAGED else self.copy
             program.copies_of(*program.tables.upload, reads, batched=False)
         if way is Way.KERNEL:  # what counts waits too, as it would run ahead over a batch that is not launched
-            program.record(self._filled, self.copy)
-            for stream in self._relay.streams[1:]:
-                program.wait(stream, self._filled)
+            self._hand_over(program, *self._relay.streams)
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -223,7 +221,6 @@ class Lane:
         shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
         at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.driver.batches
         fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
-        alone = Relay.alone(self.spread).words
         for nth, slot in enumerate(slots):
             batch, part = divmod(nth, len(parts))
             tally = self.tally.address if part == len(parts) - 1 else 0
@@ -233,13 +230,18 @@ class Lane:
             if up:
                 program.copies_of(*place, batched=batched)
                 self._hand_over(program, fills, empties)
-                program.launches(kernel, alone, values, 1, tally, counted)
+                program.launches(kernel, self._scatter, values, 1, tally, counted)
             else:
-                program.launches(kernel, alone, values, 1)
+                program.launches(kernel, self._scatter, values, 1)
                 self._hand_over(program, fills, empties)
                 program.copies_of(*place, batched=batched, tally=tally, number=counted)
             program.record(slot.free, empties)
             program.owner += bool(tally)
+
+    @cached_property
+    def _scatter(self) -> Ints:
+        """As programs name it: launches between slots and blocks go one after another."""
+        return Relay.alone(self.spread).words
 
     def _launched(self, grid: int) -> tuple[int, int, int, int]:
         """The kernel, as programs launch it."""
@@ -303,10 +305,11 @@ class Lane:
         """What copies goes on after an event, at once."""
         self.driver.check("cuStreamWaitEvent", self.driver.calls.wait(self.copy, event, 0))
 
-    def _hand_over(self, program: Program, from_: int, to: int) -> None:
-        """What `to` gets next goes behind all that `from_` has now."""
+    def _hand_over(self, program: Program, from_: int, *to: int) -> None:
+        """What each of `to` gets next goes behind all that `from_` has now."""
         program.record(self._filled, from_)
-        program.wait(to, self._filled)
+        for stream in to:
+            program.wait(stream, self._filled)
 
     def _take_tables(self) -> list[Tables]:
         """Tables in memory of their own; none where there is no more."""

@@ -33,5 +33,5 @@ class Relay:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Each of its streams, once."""
-        return tuple(dict.fromkeys([*self.turns, self.behind]))
+        """Those that take turns, and the one that goes on behind."""
+        return *self.turns, self.behind
