@@ -79,6 +79,11 @@ CASES = {
 }
 
 
+def before(source):
+    """layercast of another commit, whose `src` is there: whether a difference is the host's or the code's."""
+    return {"kv": layercast(), "env": {"PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}}
+
+
 class Engine:
     """A case's process. Raises RuntimeError, with the end of its log, when it has died."""
 
@@ -86,7 +91,7 @@ class Engine:
         case = {
             "model": args.model,
             "kv_bytes": BLOCKS * 16 * KV_BYTES_A_TOKEN,
-            **CASES[name],
+            **(CASES[name] if name != "before" else before(args.before)),
             **json.loads(args.engine),
         }
         cache = {"VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', '/tmp/vllm_cache')}_{slot}"}
@@ -216,6 +221,7 @@ def hits_of(rounds):
     found = joined(rounds)
     facts = {kind: spread(found[kind]) for kind in ("cold", "hit", "in_gpu") if found[kind]}
     facts["cached"] = sorted(set(map(tuple, found["cached"])))
+    facts |= {"stages": found["stages"]} if "stages" in found else {}
     return {**facts, "missed": found["missed"]} if found["missed"] else facts
 
 
@@ -362,6 +368,7 @@ def main():
         "--pairs", nargs="*", default=["recompute,layercast", "native-256,lmcache-bulk", "native-16,layercast-bulk"]
     )
     parser.add_argument("--phases", nargs="*", default=["link", "same", "hits", "hooks", "first", "decode", "mixed"])
+    parser.add_argument("--before", help="folder `src` of another commit: what the engine `before` of a pair runs")
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])

@@ -33,6 +33,16 @@ SCHEDULER_HOOKS = (
     "request_finished_all_groups",
     "get_kv_connector_stats",
 )
+STAGES = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "wait_for_save",
+    "update_connector_output",
+)
 GRID = cuda_lane.STAGED_GRID
 
 
@@ -61,6 +71,55 @@ class Ours:
         """ms from the first byte to the last of the last loads."""
         ended = [outcome for outcome in self.scheduler_side.outcomes if isinstance(outcome, LoadOutcome)]
         return [round(1e3 * load.transfer_s, 2) for load in ended[-count:]]
+
+    def hits(self, **order):
+        """As the engine's; stages: what each answer's hooks came to, in ms since it was asked (first begun, last over).
+
+        Of the hits alone, in order; `answer`: when it came.
+        """
+        answer, stages = self.engine.answer, []
+
+        def staged(*rest, **more):
+            start = time.perf_counter()
+            with self.stamped() as stamps:
+                got = answer(*rest, **more)
+            if "start_load_kv" in stamps and (more.get("wishes") or {}).get("load"):
+                ms = {name: [round(1e3 * (at - start), 2) for at in span] for name, span in stamps.items()}
+                stages.append({**ms, "answer": round(1e3 * got[0], 2)})
+            return got
+
+        self.engine.answer = staged
+        try:
+            return {**self.engine.hits(**order), "stages": stages[-order["reps"] :]}
+        finally:
+            del self.engine.answer
+
+    @contextmanager
+    def stamped(self):
+        """Hook to when it was first begun and last over."""
+        spans, undo = {}, []
+
+        def stamp(side, name):
+            call = getattr(side, name)
+
+            def run(*rest, **more):
+                begun = time.perf_counter()
+                try:
+                    return call(*rest, **more)
+                finally:
+                    spans[name] = (spans.get(name, (begun,))[0], time.perf_counter())
+
+            setattr(side, name, run)
+            undo.append((side, name))
+
+        for side, names in ((self.worker_side, STAGES), (self.scheduler_side, STAGES)):
+            for name in names:
+                stamp(side, name)
+        try:
+            yield spans
+        finally:
+            for side, name in undo:
+                delattr(side, name)
 
     @contextmanager
     def timed(self):

@@ -258,8 +258,12 @@ class CudaFlight:
         if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
             return False
         if timeout_s:
-            wave.tally.hurry(wave.number(self._last))
+            self._hurry()
         return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
+
+    def _hurry(self) -> None:
+        """A forward waits for its batch. Only once the wave is queued."""
+        self.wave.tally.hurry(self.wave.number(self._last))
 
     def promised(self, timeout_s: float) -> bool:
         """Wait until the device has it and has not refused it."""
@@ -272,11 +276,13 @@ class CudaFlight:
         return next((code for place in self._places if (code := int(errors[place]))), 0) if errors.any() else 0
 
     def hold(self, stream: Callable[[], int], driver: Driver) -> None:
-        """Have the stream that `stream` names wait for it, if it has not moved yet.
+        """Have the stream that `stream` names wait for it, if it has not moved yet, and hurry the rest of its batch.
 
         Only once the device has it: a thread whose launches wait in a full queue keeps the driver to itself, and then
         what they wait for could never be handed over.
         """
+        if not self.wave.issued.is_set():
+            self._hurry()
         if not (self.done or self.refusal):
             driver.stream_waits_for_value(stream(), self.wave.tally.address, self.number)
 
