@@ -73,9 +73,8 @@ class Ours:
         return [round(1e3 * load.transfer_s, 2) for load in ended[-count:]]
 
     def hits(self, **order):
-        """As the engine's; stages: what each answer's hooks came to, in ms since it was asked (first begun, last over).
-
-        Of the hits alone, in order; `answer`: when it came.
+        """As the engine's; stages: of each hit in order, when its hooks were called, in ms since it was asked, and when its
+        `answer` came. Of a hook: when its first call began and was over, and when its last one was over.
         """
         answer, stages = self.engine.answer, []
 
@@ -96,7 +95,7 @@ class Ours:
 
     @contextmanager
     def stamped(self):
-        """Hook to when it was first begun and last over."""
+        """Hook to when its first call began and was over, and its last one over."""
         spans, undo = {}, []
 
         def stamp(side, name):
@@ -107,7 +106,8 @@ class Ours:
                 try:
                     return call(*rest, **more)
                 finally:
-                    spans[name] = (spans.get(name, (begun,))[0], time.perf_counter())
+                    now = time.perf_counter()
+                    spans[name] = (*spans.get(name, (begun, now))[:2], now)
 
             setattr(side, name, run)
             undo.append((side, name))

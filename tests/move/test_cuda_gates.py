@@ -282,6 +282,24 @@ def test_a_caller_that_need_not_wait_at_its_first_gate_hurries_the_rest_too(devi
     assert [tally.hurries(wave.number(place)) for place in range(3)] == [True, True, False]
 
 
+def test_a_forward_is_launched_from_its_first_gate_to_the_question_what_is_promised(device, tally):
+    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 2, Event(0, lambda _: None))
+    gate._driver, said = SimpleNamespace(stream_waits_for_value=lambda *_: None), tally._launching
+    wave.queue()
+    batch = CudaFlight(wave, [0, 1])
+    gate.arm_behind({}, [({0: 0, 1: 1}, batch)])
+    assert not said[0]
+    tally.passed_over(wave.number(0))
+    gate.wait(0, SOON_S)
+    assert said[0]
+    assert not batch.promised(BRIEF_S)
+    assert not said[0]
+    tally.passed_over(wave.number(1))
+    gate.wait(1, SOON_S)
+    tally.queue(1)
+    assert not said[0], "a forward that never asked is over when the next load comes"
+
+
 @pytest.mark.parametrize("hurried", [(), (0,), (3, 9)])
 def test_what_was_hurried_long_ago_hurries_nothing_that_comes_later(tally, hurried):
     """However many batches a lane counts meanwhile."""
