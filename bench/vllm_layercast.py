@@ -73,7 +73,7 @@ class Ours:
         return [round(1e3 * load.transfer_s, 2) for load in ended[-count:]]
 
     def hits(self, **order):
-        """As the engine's; stages: of each hit in order, when its hooks were called, in ms since it was asked, and when its
+        """As the engine's; stages: of each hit when its hooks were called, in ms since it was asked, and when its
         `answer` came. Of a hook: when its first call began and was over, and when its last one was over.
         """
         answer, stages = self.engine.answer, []

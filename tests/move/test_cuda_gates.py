@@ -282,14 +282,17 @@ def test_a_caller_that_need_not_wait_at_its_first_gate_hurries_the_rest_too(devi
     assert [tally.hurries(wave.number(place)) for place in range(3)] == [True, True, False]
 
 
-def test_a_forward_is_launched_from_its_first_gate_to_the_question_what_is_promised(device, tally):
+def test_a_forward_is_launched_from_when_its_gates_are_armed_to_the_question_what_is_promised(device, tally):
     gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 2, Event(0, lambda _: None))
     gate._driver, said = SimpleNamespace(stream_waits_for_value=lambda *_: None), tally._launching
     wave.queue()
     batch = CudaFlight(wave, [0, 1])
-    gate.arm_behind({}, [({0: 0, 1: 1}, batch)])
     assert not said[0]
+    gate.arm_behind({}, [({0: 0, 1: 1}, batch)])
+    assert said[0]
     tally.passed_over(wave.number(0))
+    tally.queue(1)
+    assert not said[0], "another load has come meanwhile"
     gate.wait(0, SOON_S)
     assert said[0]
     assert not batch.promised(BRIEF_S)

@@ -4,9 +4,9 @@ A device takes the copies of a direction as they come: whatever else the process
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 What a forward waits for is *hurried*: the next one's inputs come no sooner for a pace, and the thread that launches,
 which waits until copies are handed over, would be late with all that is behind the last.
-A driver lets in one thread at a time, and to hand it a scattered copy takes nearly as long as the link takes to move it.
-Who waits for longer than some tens of microseconds falls asleep, and the thread that issues is in again before it has
-woken: to launch a forward took 2 ms alone and up to 19 beside a load. So calls are short while a forward is launched.
+A driver lets in one thread at a time, and to hand it a scattered copy takes nearly as long as the link has for it. Who
+waits for some tens of microseconds falls asleep, and the thread that issues is in again before it has woken: to launch
+a forward took 2 ms alone and up to 19 beside a load. So calls are short while a forward is prepared and launched.
 Does not know programs, lanes or flights.
 """
 
