@@ -262,45 +262,12 @@ def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_
     batch, gate._driver = CudaFlight(wave, [0, 2, 3]), SimpleNamespace(stream_waits_for_value=lambda *_: None)
     wave.queue()
     gate.arm_behind({}, [({0: 0, 1: 1, 2: 2}, batch)])
-    assert not tally.hurries(wave.number(0)), "nobody has come to a gate"
+    tally.passed_over(wave.number(0))
+    gate.wait(0, SOON_S)
+    assert not tally.hurries(wave.number(0)), "nobody had to wait"
     with pytest.raises(DeadlineExceeded, match="layer 1"):
         gate.wait(1, BRIEF_S)
     assert [tally.hurries(wave.number(place)) for place in range(5)] == [True, True, True, True, False]
-
-
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_caller_that_need_not_wait_at_its_first_gate_hurries_the_rest_too(device, tally, moved):
-    """Else one that is slow to launch finds its last gates handed over only as their bytes land."""
-    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 3, Event(0, lambda _: None))
-    gate._driver = SimpleNamespace(stream_waits_for_value=lambda *_: None)
-    wave.queue()
-    gate.arm_behind({}, [({0: 0, 1: 1}, CudaFlight(wave, [0, 1]))])
-    tally.passed_over(wave.number(0))
-    if moved:
-        device.calls.write(1, tally.address, wave.number(0), 0)
-    gate.wait(0, SOON_S)
-    assert [tally.hurries(wave.number(place)) for place in range(3)] == [True, True, False]
-
-
-def test_a_forward_is_launched_from_when_its_gates_are_armed_to_the_question_what_is_promised(device, tally):
-    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 2, Event(0, lambda _: None))
-    gate._driver, said = SimpleNamespace(stream_waits_for_value=lambda *_: None), tally._launching
-    wave.queue()
-    batch = CudaFlight(wave, [0, 1])
-    assert not said[0]
-    gate.arm_behind({}, [({0: 0, 1: 1}, batch)])
-    assert said[0]
-    tally.passed_over(wave.number(0))
-    tally.queue(1)
-    assert not said[0], "another load has come meanwhile"
-    gate.wait(0, SOON_S)
-    assert said[0]
-    assert not batch.promised(BRIEF_S)
-    assert not said[0]
-    tally.passed_over(wave.number(1))
-    gate.wait(1, SOON_S)
-    tally.queue(1)
-    assert not said[0], "a forward that never asked is over when the next load comes"
 
 
 @pytest.mark.parametrize("hurried", [(), (0,), (3, 9)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
 from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, TALLY_BYTES, plain_issue
-from layercast.move.cuda_pace import HANDED, HURRIED, HURRIED_AHEAD, LAUNCHING, NAPS, PACE_WORDS, RARER, SHORT, keep
+from layercast.move.cuda_pace import HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.kernels.pieces import PARAMETERS
@@ -106,21 +106,6 @@ def test_a_programs_first_call_is_short_and_the_next_ones_grow(device, parts):
     device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
     grown = [8, 16, 32, 64, 128, 128, 128, 8] if parts == 1 else [8, 4, *[12] * 39]
     assert device.calls_of == grown
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_while_a_forward_is_launched_calls_are_short_and_then_they_grow_again(loop):
-    """Its thread and the one that issues have one driver, which a call keeps."""
-    device, pace = Copies(), np.zeros(PACE_WORDS, np.int64)
-    device.issue = loop_of(loop)(device.calls, (0, 0))
-    for launching, calls in ((1, [8, 16, *[SHORT] * 15, 8]), (0, [8, 16, 32, 64, 128, 128, 128, 8])):
-        pace[LAUNCHING] = launching
-        keep(pace.view(np.int32)[::2], AHEAD, 1 << 30)
-        device.calls_of.clear()
-        program = Program(pace=pace.ctypes.data)
-        program.copies(Series(pieces_of(*((2 * at, 2 * at, 1) for at in range(512)))), range(1), 1, batched=True)
-        device.issue.run(program.table(), np.zeros(0, np.int64), np.zeros(1, np.int64), 0)
-        assert device.calls_of == calls
 
 
 def merged(copies):

@@ -22,7 +22,7 @@ from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
 from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
-from layercast.move.cuda_pace import HANDED, HURRIED, LAUNCHING, keep
+from layercast.move.cuda_pace import HANDED, HURRIED, keep
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time
@@ -88,7 +88,6 @@ class Tally:
         words[:] = 0
         paced = words[PACE // 4 :: 2]
         self._word, self._handed, self._hurried = words[:1], paced[HANDED:][:1], paced[HURRIED:][:1]
-        self._launching = paced[LAUNCHING:][:1]
         words[BELL // 4 : PACE // 4] = np.array([self._bell.file, self._bell.one], np.int64).view(np.int32)
         self.pace = 0 if pace is None else address + PACE
         """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
@@ -98,7 +97,6 @@ class Tally:
     def queue(self, count: int) -> int:
         """The first number of so many more batches. Called in the order of the queue."""
         first, self.queued = self.queued + 1, self.queued + count
-        self.launched()
         if _reaches(self.queued - _FAR, int(self._hurried[0])):
             self._hurried[0] = self._handed[0]  # else what was hurried so long ago would look as if it were to come
         return first
@@ -125,14 +123,6 @@ class Tally:
         """Whether that batch is, or was, to be handed over without a pace."""
         return _reaches(int(self._hurried[0]), number)
 
-    def launches(self) -> None:
-        """A forward that waits for this lane is being launched, so that calls are short."""
-        self._launching[0] = 1
-
-    def launched(self) -> None:
-        """It has been, or will say so again."""
-        self._launching[0] = 0
-
     def passed_over(self, number: int) -> None:
         """The device counts that batch though it has not been handed it, and never will be."""
         self._handed[0] = np.uint32(number).view(np.int32)
@@ -141,7 +131,6 @@ class Tally:
     def close(self) -> None:
         """Nobody waits any more; who asks gets what the count came to, also once its memory is given back."""
         self._word, self._handed, self._hurried = self._word.copy(), self._handed.copy(), self._hurried.copy()
-        self._launching = self._launching.copy()
         self._bell.close()
 
 
@@ -269,16 +258,11 @@ class CudaFlight:
         if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
             return False
         if timeout_s:
-            self._hurry()
+            wave.tally.hurry(wave.number(self._last))
         return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
 
-    def _hurry(self) -> None:
-        """A forward waits for its batch. Only once the wave is queued."""
-        self.wave.tally.hurry(self.wave.number(self._last))
-
     def promised(self, timeout_s: float) -> bool:
-        """Wait until the device has it and has not refused it: whoever asks launches no more."""
-        self.wave.tally.launched()
+        """Wait until the device has it and has not refused it."""
         return self.wave.issued.wait(timeout_s) and self.error is None and not self.refusal
 
     @property
@@ -288,15 +272,11 @@ class CudaFlight:
         return next((code for place in self._places if (code := int(errors[place]))), 0) if errors.any() else 0
 
     def hold(self, stream: Callable[[], int], driver: Driver) -> None:
-        """Have the stream that `stream` names wait for it, if it has not moved yet. A forward is being launched, so the
-        rest of its batch is hurried, and handed over in short calls until somebody asks what is `promised`.
+        """Have the stream that `stream` names wait for it, if it has not moved yet.
 
         Only once the device has it: a thread whose launches wait in a full queue keeps the driver to itself, and then
         what they wait for could never be handed over.
         """
-        if not self.wave.issued.is_set():
-            self._hurry()
-            self.wave.tally.launches()
         if not (self.done or self.refusal):
             driver.stream_waits_for_value(stream(), self.wave.tally.address, self.number)
 

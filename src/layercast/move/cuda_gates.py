@@ -50,8 +50,6 @@ class CudaGate(CpuGate):
         with self._changed:
             super().arm_behind(flights, [(parts, one) for parts, one in under_way if not isinstance(one, CudaFlight)])
             self._under_way = [(parts, one) for parts, one in under_way if isinstance(one, CudaFlight)]
-        for _, ours in self._under_way:  # the forward is prepared and launched from now on
-            ours.wave.tally.launches()
 
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate. Returns at once."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
-from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing, sizing
+from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
 from layercast.move.words import address_of
 from layercast.plan.pieces import COLUMNS
@@ -75,7 +75,7 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     from numba import njit
 
     hand_over = njit(_handing(calls, attributes, njit(pacing(calls))))
-    copies = njit(_copies(calls, njit(_unbroken), hand_over, njit(sizing(calls)), call_bytes))
+    copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
     code_of = njit(_code_of(calls))
     note = njit(_noting(calls, code_of))
     ended = njit(_ending(njit(_counting(calls)), note))
@@ -160,11 +160,7 @@ def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, in
 
 
 def _copies(
-    calls: Calls,
-    unbroken: Callable[..., int],
-    hand_over: Callable[..., int],
-    room_for: Callable[[int, int], int],
-    most_bytes: int = CALL_BYTES,
+    calls: Calls, unbroken: Callable[..., int], hand_over: Callable[..., int], most_bytes: int = CALL_BYTES
 ) -> Callable[..., int]:
     """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room, pace) -> error code.
 
@@ -202,7 +198,7 @@ def _copies(
                         if code == 0:
                             code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
                         filled = nbytes = 0
-                        room[0] = min(2 * room[0], room_for(pace, most))
+                        room[0] = min(2 * room[0], most)
                     to, from_, left = to + part, from_ + part, left - part
         if filled > 0 and code == 0:
             code = hand_over(to_at, from_at, sizes_at, filled, nbytes, stream, batched, pace)
@@ -213,8 +209,8 @@ def _copies(
 
 def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    hand_over, room_for = _handing(calls, attributes, pacing(calls)), sizing(calls)
-    by_piece = _copies(calls, _unbroken, hand_over, room_for)
+    hand_over = _handing(calls, attributes, pacing(calls))
+    by_piece = _copies(calls, _unbroken, hand_over)
 
     def run(
         columns: Ints,
@@ -238,7 +234,7 @@ def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., in
         first = code = 0
         while first < pieces and code == 0:
             count, skip = min(int(room[0]), CALL_BYTES // longest, pieces - first), 8 * first
-            room[0] = min(2 * room[0], room_for(pace, MOST))
+            room[0] = min(2 * room[0], MOST)
             ends = to.ctypes.data + skip, from_.ctypes.data + skip, nbytes.ctypes.data + skip
             code = hand_over(*ends, count, int(nbytes[first : first + count].sum()), stream, batched, pace)
             first += count

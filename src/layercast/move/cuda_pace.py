@@ -3,11 +3,8 @@
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 What a forward waits for is *hurried*: the next one's inputs come no sooner for a pace, and the thread that launches,
-which waits until copies are handed over, would be late with all that is behind the last.
-A driver lets in one thread at a time, and to hand it a scattered copy takes nearly as long as the link has for it. Who
-waits for some tens of microseconds falls asleep, and the thread that issues is in again before it has woken: to launch
-a forward took 2 ms alone and up to 19 beside a load. So calls are short while a forward is prepared and launched.
-Does not know programs, lanes or flights.
+which waits until copies are handed over, would be late with all that is behind the last. Does not know programs, lanes
+or flights.
 """
 
 from collections.abc import Callable
@@ -20,18 +17,15 @@ from layercast.move.words import Words
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second. Linux
 adds 50 us to a nap; to have none added (PR_SET_TIMERSLACK) made no load or save faster where marks lie 16 MiB apart."""
-PACE_WORDS = 8
+PACE_WORDS = 7
 """A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
 the last, how many marks may be ahead, after how many bytes the next is due; numbers of the last batch that the device
-has been handed, and of the last that is hurried; whether a forward that waits for this lane is being launched."""
-SHORT = 32
-"""Copies in a call while a forward is launched, at most. On an H200 beside a load in calls of 128, 32 and 16: 12 to 18,
-5 to 10, 6 to 8 ms for launches that take 3.7 alone; the load, were all its calls as short: 20.5, 21.7 and 24."""
+has been handed, and of the last that is hurried."""
 HURRIED_AHEAD, RARER = 16, 4
 """Marks ahead of what is hurried, and how much rarer they are: a gibibyte, as a full queue holds up other threads."""
 LOW = 0xFFFFFFFF
 """The bits that a device writes of a count."""
-_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED, LAUNCHING = range(PACE_WORDS)
+_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED = range(PACE_WORDS)
 
 
 def keep(words: Words, ahead: int, nbytes: int) -> None:
@@ -67,18 +61,5 @@ def pacing(calls: Calls) -> Callable[[int, int, int], int]:
                 looks += 1
         fetch(pace + 8 * marked, at + 8 * marked, 16)
         return code
-
-    return run
-
-
-def sizing(calls: Calls) -> Callable[[int, int], int]:
-    """(pace, copies in a call, at most) -> how many the next one may hold. Without a pace nobody says who launches."""
-    fetch, short, launching = calls.fetch, SHORT, LAUNCHING
-
-    def run(pace: int, most: int) -> int:
-        said = np.zeros(1, np.int64)
-        if pace != 0:
-            fetch(said.ctypes.data, pace + 8 * launching, 8)
-        return min(short, most) if said[0] else most
 
     return run
