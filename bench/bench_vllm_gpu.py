@@ -11,6 +11,7 @@ sound   bytes of what Poisson arrivals have loaded and shared against what was c
 hits    TTFT of prefix + new tokens: from the connector, and with the prefix in GPU memory (the floor: `recompute`'s)
 link    plain copies of 1 GiB between pinned memory and the GPU: the link's limit in this run
 hooks   the engine thread's time in layercast's hooks
+gates   when the device came to each layer's gate in hits, passed it, and had its KV written
 first   first sight of a prompt, saving on against off, two engines in turn
 decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
 loop    tokens a second of 256 running, who is replaced as it ends: what saving short prompts and answers costs
@@ -255,6 +256,11 @@ def alone(engine, args, results):
             results.put("ways", f"{name} {name_of_way} {shape}", found)
     if args.ways and ours:
         engine("way", way="measured")
+    for shape in args.shapes if "gates" in phases and ours else ():
+        order = order_of(shape, args.reps)
+        results.put(
+            "gates", f"{name} {shape}", engine("gates", **{key: order[key] for key in ("prefix", "new", "reps")})
+        )
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
         for batch in args.batches:

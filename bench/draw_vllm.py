@@ -1,6 +1,6 @@
 """Draws what bench_vllm_gpu.py has measured: TTFT of hits beside the floor and the rivals.
 
-python bench/draw_vllm.py bench/results/vllm_h200.json docs/vllm.png
+python bench/draw_vllm.py bench/results/vllm_h200.json docs/vllm.png [RUN, else the last]
 """
 
 import json
@@ -44,7 +44,7 @@ def panels_of(facts):
     for shape, engines in hits_of(facts).items():
         if not any(loaded for loaded, _ in facts["hits"][f"layercast {shape}"]["cached"]):
             continue
-        hits = {WORDS[name]: value for name, value in engines.items() if name != "recompute"}
+        hits = {WORDS[name]: value for name, value in engines.items() if name in WORDS}
         values = {FLOOR: floor_ms(facts, shape), **dict(sorted(hits.items(), key=lambda item: item[1]))}
         cold = engines.get("recompute", 0)
         cached, new = map(int, shape.split("+"))
@@ -55,8 +55,9 @@ def panels_of(facts):
 
 
 def main():
-    source, target = sys.argv[1:]
-    facts = list(json.loads(Path(source).read_text())["runs"].values())[-1]
+    source, target, *named = sys.argv[1:]
+    runs = json.loads(Path(source).read_text())["runs"]
+    facts = runs[named[0] if named else list(runs)[-1]]
     card = facts["link"]["limit"]["card"]
     title = f"Time to the first token of a hit: vLLM 0.26, Llama-3.1-8B's shape, one {card}"
     write_bars(panels_of(facts), Path(target), title, ["layercast"], FLOOR_IS)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from layercast.errors import Missing
@@ -92,6 +93,50 @@ class Ours:
             return {**self.engine.hits(**order), "stages": stages[-order["reps"] :]}
         finally:
             del self.engine.answer
+
+    def gates(self, prefix, new, reps):
+        """Of each hit, in ms since it was asked: `answer`, and when the device came to each layer's gate, was through
+        and had its KV written. By events on the forward's stream, which cost the engine's thread microseconds each.
+        """
+        base, hits, start = self.tokens(prefix), [], torch.cuda.Event(enable_timing=True)
+        self.answer(base)
+        self.settle(0.5)
+        for _ in range(reps):
+            self.forget()
+            torch.cuda.synchronize()
+            start.record()
+            with self.marked() as marks:
+                seconds = self.answer([*base, *self.tokens(new)], wishes={"load": True})[0]
+            torch.cuda.synchronize()
+            ms = [[round(start.elapsed_time(event), 2) for event in layer] for layer in marks if len(layer) == 3]
+            hits.append({"answer": round(1e3 * seconds, 2), "layers": ms[: len(self.worker_side._layers)]})
+        return {"hits": hits}
+
+    @contextmanager
+    def marked(self):
+        """Lists of events, as layers come: before the gate, behind it, and behind what is written."""
+        side, marks = self.worker_side, []
+        wait, save = side.wait_for_layer_load, side.save_kv_layer
+
+        def mark():
+            marks[-1].append(event := torch.cuda.Event(enable_timing=True))
+            event.record()
+
+        def waited(*rest):
+            marks.append([])
+            mark()
+            wait(*rest)
+            mark()
+
+        def saved(*rest, **more):
+            save(*rest, **more)
+            mark()
+
+        side.wait_for_layer_load, side.save_kv_layer = waited, saved
+        try:
+            yield marks
+        finally:
+            del side.wait_for_layer_load, side.save_kv_layer
 
     @contextmanager
     def stamped(self):
