@@ -16,7 +16,6 @@ from layercast.control.node import open_worker  # noqa: E402
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders  # noqa: E402
 from layercast.move.cuda import CudaMover  # noqa: E402
 from layercast.move.cuda_desk import Desk  # noqa: E402
-from layercast.move.cuda_issue import Issue  # noqa: E402
 from layercast.spec.groups import GroupKind, GroupSpec, layout_of  # noqa: E402
 from layercast.spec.planes import PlaneKind, plane_of_tensor  # noqa: E402
 
@@ -168,7 +167,7 @@ def test_a_copy_that_the_device_refuses_fails_its_request_and_holds_nobody_up(en
             issue.run(table, cuts, errors, first)
             errors[0] |= wrong.is_set()
 
-        monkeypatch.setattr(worker.mover, "_issue", Issue(refused, issue.attend))
+        monkeypatch.setattr(worker.mover, "_issue", issue._replace(run=refused))
         monkeypatch.setattr(Desk, "lay", lambda *_: False)
         step = begun(worker, engine, loads=(load("bad", range(4), range(60, 64)), load("good", range(4), range(4))))
         engine.forward(step, range(4))

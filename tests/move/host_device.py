@@ -14,8 +14,9 @@ import numpy as np
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE, Calls, Driver
 from layercast.move.cuda_issue import plain_issue
 from layercast.move.kernels.pieces import PieceKernel, copy_reference
+from layercast.move.kernels.pieces_host import plain_scribe
 
-KERNEL = PieceKernel(function=77, threads=256, shared=0, owner=None)
+KERNEL = PieceKernel(function=77, threads=256, shared=0, scribe=plain_scribe(), owner=None)
 
 
 def _array(address: int, count: int) -> np.ndarray:

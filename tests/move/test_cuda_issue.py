@@ -271,7 +271,7 @@ def test_each_of_a_run_of_launches_is_counted_behind_it_and_none_that_fails_keep
         values = np.arange(count * PARAMETERS).reshape(count, PARAMETERS) + 1000
         values[:, 0] = owners = range(program.owner, program.owner + count)
         at = tally.ctypes.data if counted else 0
-        program.launches((77, 5, 256, 64), ALONE.words, program.hold(values), count, at, program.owner)
+        program.launches((77, 5, 256, 64), ALONE.address, program.hold(values), count, at, program.owner)
         for owner, row in zip(owners, values.tolist(), strict=True):
             if not left[owner]:
                 wanted.append(("launch", 77, 5, 1, 1, 256, 1, 1, 64, 3, *row))
@@ -299,7 +299,7 @@ def test_launches_of_a_relay_take_turns_and_each_is_counted_behind_it_and_all_be
     for count in counts:
         values = np.zeros((count, PARAMETERS), np.int64)
         values[:, 0] = owners = range(program.owner, program.owner + count)
-        program.launches((77, 5, 256, 64), TURNS.words, program.hold(values), count, tally.ctypes.data, program.owner)
+        program.launches((77, 5, 256, 64), TURNS.address, program.hold(values), count, tally.ctypes.data, program.owner)
         for owner in owners:
             stream, event = (3, 1) if owner % 2 == 0 else (4, 2)
             if owner not in failed:
@@ -317,7 +317,7 @@ def test_launches_of_a_relay_take_turns_and_each_is_counted_behind_it_and_all_be
 @pytest.mark.parametrize("call", ["record", "wait"])
 def test_a_launch_that_cannot_be_waited_for_has_failed(launching, call):
     program, errors = Program(), np.zeros(2, np.int64)
-    program.launches((77, 1, 1, 0), TURNS.words, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
+    program.launches((77, 1, 1, 0), TURNS.address, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
     launching.refused, launching.failing = {}, {call: 9}
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
     launching.failing = {}
@@ -326,7 +326,7 @@ def test_a_launch_that_cannot_be_waited_for_has_failed(launching, call):
 
 def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):
     program, errors = Program(EVERYBODYS), np.array([3, 0], np.int64)
-    program.launches((77, 1, 1, 0), ALONE.words, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
+    program.launches((77, 1, 1, 0), ALONE.address, program.hold(np.zeros((2, PARAMETERS), np.int64)), 2)
     launching.refused, launching.failing = {0: 5}, {}
     launching.seen.clear()
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)

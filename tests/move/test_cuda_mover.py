@@ -18,11 +18,10 @@ from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST, libc
-from layercast.move.cuda_issue import Issue
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
-from layercast.move.cuda_ways import Choice
 from layercast.move.flights import HostFlight
+from layercast.move.kernels.pieces_host import compiled_scribe
 from layercast.plan.pieces import Series
 from layercast.testing.move_laws import BRIEF_S, SOON_S, MoverLaws, pieces_of
 
@@ -132,8 +131,8 @@ def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_i
     ours.tables, theirs.tables = taken[0], taken[1] if other is Way.KERNEL else None
     lane.start(ours, way)
     lane.start(theirs, other)
-    lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), Choice(other), 0, pinned=True))
-    lane.finish(ours, lane.move(ours, Series(rows), range(1), Choice(way), 0, pinned=True))
+    lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), other, 0, pinned=True))
+    lane.finish(ours, lane.move(ours, Series(rows), range(1), way, 0, pinned=True))
     for program in (theirs, ours):
         device.issue(device.calls, (0, 0)).run(program.table(), NOTHING, np.zeros(1, np.int64), 1)
     assert memory.read(target, 4096) == b"".join(data[64 * i : 64 * (i + 1)] for i in reversed(range(64)))
@@ -218,7 +217,8 @@ def _nothing(arguments):
 def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds, way):
     """The thread that submits spins, and no other gets the interpreter, until the bytes are in place."""
     device, layers = Native(), 8
-    mover = CudaMover(device, KERNEL, loop_of("compiled")(device.calls, (0, 0)), lambda: 1)
+    issue, kernel = loop_of("compiled")(device.calls, (0, 0)), dataclasses.replace(KERNEL, scribe=compiled_scribe())
+    mover = CudaMover(device, kernel, issue, lambda: 1)
     mover.prefer(only(way))
     memory = DeviceMemory(device, kinds)
     source, target = memory.alloc(4096 * layers), memory.alloc(4096 * layers)
@@ -492,7 +492,7 @@ def test_a_mover_a_thread_of_which_has_ended_by_itself_says_so_and_keeps_nobody_
     assert mover.halted == ""
     if dies == "_issue":
         monkeypatch.setattr(Desk, "lay", lambda *_: False)
-        monkeypatch.setattr(mover, "_issue", Issue(lambda *_: sys.exit(), mover._issue.attend))
+        monkeypatch.setattr(mover, "_issue", mover._issue._replace(run=lambda *_: sys.exit()))
     else:
         monkeypatch.setattr(device, dies, lambda *_: sys.exit())
     for flight in (

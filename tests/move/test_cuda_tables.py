@@ -20,9 +20,8 @@ from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.move.cuda_lane import Lane
 from layercast.move.cuda_tables import SPARE, TABLE_BYTES, TABLES, Pool, Tables
-from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight
-from layercast.move.kernels.pieces import Table, table_of
+from layercast.move.kernels.pieces_host import Table, plain_scribe
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
 
@@ -99,8 +98,8 @@ def test_tables_have_one_program_at_a_time_from_when_it_is_written_until_the_dev
 
 def test_tables_hold_what_was_added_and_say_how_much_there_is_to_upload():
     tables = Tables(MEMORY.ctypes.data, 1 << 40, 1)
-    first = tables.add(rows_of(pieces_of((16, 32, 48), (160, 320, 480), (0, 16, 16))))
-    second = tables.add(rows_of(pieces_of((1600, 3200, 1 << 20))))
+    first = tables.add(pieces_of((16, 32, 48), (160, 320, 480), (0, 16, 16)), plain_scribe())
+    second = tables.add(pieces_of((1600, 3200, 1 << 20)), plain_scribe())
     assert (first.address, first.columns, first.pieces, first.chunks) == (1 << 40, 4, 3, 1)
     assert (second.address, second.columns, second.pieces, second.chunks) == ((1 << 40) + 96, 2, 1, 64)
     assert MEMORY[:18].tolist() == [16, 160, 0, 0, 32, 320, 16, 0, 6, 60, 2, 0, 1600, 0, 3200, 0, 1 << 17, 0]
@@ -110,10 +109,12 @@ def test_tables_hold_what_was_added_and_say_how_much_there_is_to_upload():
 
 @pytest.mark.parametrize("column", [0, 1, 2])
 def test_a_launch_asserts_what_the_compiled_code_relies_on(column):
-    rows, shifts = np.full((3, 2), 64, np.int64), np.zeros((2, 2), np.int64)
-    rows[column, 1] = shifts[1, column % 2] = 8
+    pieces, shifts = pieces_of((64, 64, 64), (64, 64, 64)), np.zeros((2, 2), np.int64)
+    pieces.table[column, 1] = shifts[1, column % 2] = 8
+    tables = Tables(MEMORY.ctypes.data, 1 << 40, 1)
     with pytest.raises(AssertionError, match="multiples of 16"):
-        table_of(rows, np.zeros((3, 2), np.int64))
+        tables.add(pieces, plain_scribe())
+    assert tables.used == 0
     with pytest.raises(AssertionError, match="multiples of 16"):
         KERNEL.values([Table(1 << 40, 2, 2, 1)], shifts)
     for table in (Table((1 << 40) + 8, 2, 2, 1), Table(1 << 40, 3, 2, 1)):

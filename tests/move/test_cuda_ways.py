@@ -3,11 +3,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_ways import look_at, rows_of, runs_in, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import rows_of, runs_in, stretches, surely_engine, way_of
+from layercast.move.kernels.pieces_host import plain_scribe
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
 KIB = 1024
+UNMOVED = np.zeros((1, 2), np.int64)
 
 
 def scattered(blocks, size, *, host_run):
@@ -16,7 +18,7 @@ def scattered(blocks, size, *, host_run):
 
 
 def choice(pieces, direction=Direction.UP, **available):
-    fits = {"runs": runs_in(pieces, direction), "kernel": look_at(pieces.table).aligned}
+    fits = {"runs": runs_in(pieces, direction), "kernel": plain_scribe().look(pieces.table, UNMOVED)[2]}
     return way_of(pieces.size, COSTS, **{**fits, **available})
 
 
@@ -49,21 +51,18 @@ def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     figures=st.tuples(*[st.floats(0.01, 100.0)] * 4),
     direction=st.sampled_from(Direction),
     staging=st.booleans(),
-    kernel=st.booleans(),
 )
-def test_what_surely_goes_by_the_engine_does_wherever_it_lies(
-    blocks, words, host_run, figures, direction, staging, kernel
-):
+def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, host_run, figures, direction, staging):
     costs, size = Costs(*figures), 16 * words
     pieces = scattered(blocks, size, host_run=host_run)
-    if surely_engine(pieces.size, costs, kernel=kernel):
+    if surely_engine(pieces.size, costs):
         runs = runs_in(pieces, direction) if staging else 0
-        assert way_of(pieces.size, costs, kernel=kernel, runs=runs) is Way.ENGINE
+        assert way_of(pieces.size, costs, kernel=True, runs=runs) is Way.ENGINE
 
 
 def test_blocks_of_common_models_surely_go_by_the_engine():
     rows = ((2**30 + 2 * i * 64 * KIB, 2**40 + 3 * i * 64 * KIB, 64 * KIB) for i in range(512))
-    assert surely_engine(pieces_of(*rows).size, COSTS, kernel=True)
+    assert surely_engine(pieces_of(*rows).size, COSTS)
 
 
 @given(
@@ -79,18 +78,8 @@ def test_rows_are_the_copies_of_all_pieces_in_order(pieces):
         for nth in range(count)
     ]
     pieces = pieces_of(*((1000, 5000, *piece) for piece in pieces))
-    rows, look = rows_of(pieces), look_at(pieces.table)
+    rows = rows_of(pieces)
     assert list(zip(*(column.tolist() for column in (rows.source, rows.target, rows.length)), strict=True)) == wanted
-    assert look.rows in (None, len(wanted))
-    assert look.aligned == (not np.any(pieces.table[[0, 1, 2, 4, 5]] % 16))
-
-
-@given(count=st.integers(0, 3), length=st.integers(0, 1), pieces=st.integers(1, 5))
-def test_a_look_counts_the_rows_of_pieces_that_are_each_one_copy_and_no_others(count, length, pieces):
-    table = pieces_of(*((0, 0, 16),) * pieces).table
-    assert look_at(table).rows == pieces
-    table[2:4, -1] = 16 * length, count
-    assert look_at(table).rows == (pieces if (length, count) == (1, 1) else None)
 
 
 def test_only_between_host_and_device_do_pieces_make_runs_in_host_memory():

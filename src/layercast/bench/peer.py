@@ -13,9 +13,9 @@ from layercast.bench.layers import whole
 from layercast.bench.results import SOON_S, Start, Table, in_turn, median, rates, spread, timed_in_turn
 from layercast.move.costs import Way
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, delayed
-from layercast.move.kernels.pieces import BLOCK, WARPS, even, table_of
+from layercast.move.kernels.pieces import WARPS
+from layercast.move.kernels.pieces_host import BLOCK, MULTIPLES, best_scribe, even
 from layercast.plan.pieces import Series, route_between
 
 PROGRAMS = (16, 32, 64, 96, 132)
@@ -133,15 +133,19 @@ def _kernel(device: Device, step: Series, programs: int) -> Start:
     """The kernel itself, with tables that are on the device already, launched by torch's thread."""
     from layercast.move.kernels.pieces_triton import copy_pieces
 
-    layers = [rows_of(pieces) for pieces in step]
-    written = [np.empty((3, even(len(rows))), np.int64) for rows in layers]
-    chunks = max(table_of(rows.table, table) for rows, table in zip(layers, written, strict=True))
-    tables = [torch.from_numpy(table).to(device.copying.device) for table in written]
+    scribe, counts, tables, longest = best_scribe(), [], [], 0
+    for pieces in step:
+        written = np.empty(3 * even(pieces.size[1]), np.int64)
+        count, chunks = scribe.spread(pieces.placed, written, 0)
+        assert count >= 0, MULTIPLES
+        longest = max(longest, chunks)
+        counts.append(count)
+        tables.append(torch.from_numpy(written[: 3 * even(count)].reshape(3, -1)).to(device.copying.device))
 
     def start() -> Callable[[], None]:
         with torch.cuda.stream(device.copying):
-            for table, rows in zip(tables, layers, strict=True):
-                copy_pieces[(programs,)](*table, len(rows), chunks, 0, 0, BLOCK=BLOCK, num_warps=WARPS)
+            for table, count in zip(tables, counts, strict=True):
+                copy_pieces[(programs,)](*table, count, longest, 0, 0, BLOCK=BLOCK, num_warps=WARPS)
         return device.copying.synchronize  # type: ignore[no-any-return]
 
     return start

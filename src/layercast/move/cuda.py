@@ -26,7 +26,6 @@ from layercast.move.cuda_orders import Orders, Run
 from layercast.move.cuda_pin import Pinning
 from layercast.move.cuda_places import all_pinned, direction_of
 from layercast.move.cuda_program import EVERYBODYS, Ints, Program
-from layercast.move.cuda_ways import Choice
 from layercast.move.flights import HostDigestFlight
 from layercast.move.kernels.pieces import PieceKernel, compiled_or_none
 from layercast.move.line import Line
@@ -287,43 +286,43 @@ class CudaMover(Mover):
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)
 
-    def _choice(self, lane: Lane, orders: Orders) -> tuple[Choice | None, bool]:
+    def _choice(self, lane: Lane, orders: Orders) -> tuple[Way | None, bool]:
         """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        choice = lane.choice(batches[:1]) if pinned else Choice(Way.ENGINE)
-        if choice.way is Way.KERNEL and len(batches) > 1:
+        choice = lane.choice(batches[:1]) if pinned else Way.ENGINE
+        if choice is Way.KERNEL and len(batches) > 1:
             choice = lane.choice(batches)
-            return (choice if choice.way is Way.KERNEL else None), pinned
-        return (None if choice.way is Way.STAGED else choice), pinned
+            return (choice if choice is Way.KERNEL else None), pinned
+        return (None if choice is Way.STAGED else choice), pinned
 
     def _early(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, choice: Choice, *, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
     ) -> Program | None:
         """The wave as one program, before it stands in the queue; None = the thread that issues must write it."""
-        if choice.way is Way.ENGINE or lane.tables.take(wave.tables):
-            return self._program(lane, orders, runs, wave, choice, pinned=pinned)
+        if way is Way.ENGINE or lane.tables.take(wave.tables):
+            return self._program(lane, orders, runs, wave, way, pinned=pinned)
         return None
 
     def _programs(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Choice | None, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, whole: Way | None, pinned: bool
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
-            choice = whole or lane.choice([orders.batches[run.batch] for run in some])
-            if choice.way is not Way.ENGINE:
+            way = whole or lane.choice([orders.batches[run.batch] for run in some])
+            if way is not Way.ENGINE:
                 lane.tables.take_next(wave.tables)
-            yield self._program(lane, orders, some, wave, choice, pinned=pinned)
+            yield self._program(lane, orders, some, wave, way, pinned=pinned)
 
     def _program(
-        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, choice: Choice, *, pinned: bool
+        self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
     ) -> Program:
         """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved.
 
         One by the engine, or by the kernel in the last tables that the wave has taken, on any thread, once what it
         waits for has its numbers; one that is staged on the thread that issues.
         """
-        program, stream, way = Program(EVERYBODYS), lane.copy, choice.way
+        program, stream = Program(EVERYBODYS), lane.copy
         program.tables = None if way is Way.ENGINE else wave.tables[-1]
         lane.start(program, way)
         passed: set[Flight] = set()
@@ -335,7 +334,7 @@ class CudaMover(Mover):
             if orders.behind[batch]:
                 lane.hold_until(program, orders.behind[batch], way)
             program.owner, series = place, orders.batches[batch]
-            stream = lane.move(program, series, parts, choice, place, pinned=pinned)
+            stream = lane.move(program, series, parts, way, place, pinned=pinned)
             program.owner = EVERYBODYS
             if orders.flags[batch] and parts.stop == len(series.shifts):
                 program.write(stream, orders.flags[batch])

@@ -14,7 +14,6 @@ from layercast.move.cuda_driver import Call
 from layercast.move.cuda_issue import DESK_WORDS, LAID, PUT, STIRRED, Issue
 from layercast.move.cuda_program import Ints
 from layercast.move.line import Item
-from layercast.move.words import address_of
 
 
 class Desk:
@@ -40,8 +39,7 @@ class Desk:
         if self._words[LAID] >= self._got:
             return False
         self._kept = (table, cuts, errors)
-        places = [number for array in self._kept for number in (address_of(array), len(array))]
-        self._words[LAID:] = self._words[PUT], first, *places
+        self._issue.lay(self._words, table, cuts, errors, first)
         return True
 
     def stir(self) -> None:

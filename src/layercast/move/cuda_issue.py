@@ -33,6 +33,8 @@ class Issue(NamedTuple):
     desk: int64 [DESK_WORDS]: the bell's file, a word for what is read of it, PUT, STIRRED, and from LAID on: nth,
     first, and address and length of the table, the cuts and the errors.
     """
+    lay: Callable[[Ints, Ints, Ints, Ints, int], None]
+    """lay(desk, table, cuts, errors, first): lay a program out for the item that is put next."""
 
 
 PUT, STIRRED, LAID, DESK_WORDS = 2, 3, 4, 12
@@ -63,7 +65,7 @@ def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     ended = _ending(_counting(calls), note)
     batches = _batches(calls, _plain_copies(calls, attributes), code_of, ended)
     loop = _loop(calls, batches, _launches(calls, code_of, ended), code_of, note)
-    return Issue(_running(loop), _attending(calls, loop, 0))
+    return Issue(_running(loop), _attending(calls, loop, 0), _lay)
 
 
 @lru_cache(maxsize=2)
@@ -82,9 +84,11 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     batches, launches = njit(_batches(calls, copies, code_of, ended)), njit(_launches(calls, code_of, ended))
     loop = njit(nogil=True)(_loop(calls, batches, launches, code_of, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop, LOOKS)), np.full(DESK_WORDS, -1, np.int64)
+    table, nothing, lay = np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), njit(_lay)
     attend(desk, 0)
-    loop(np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), (0, 0), 0)
-    return Issue(_running(loop), attend)
+    loop(table, nothing, (0, 0), 0)
+    lay(desk, table, nothing, nothing, 0)
+    return Issue(_running(loop), attend, lay)
 
 
 def best_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
@@ -350,6 +354,15 @@ def _loop(calls: Calls, batches: Act, launches: Act, code_of: CodeOf, note: Act)
                 note(errors, owner, code)
 
     return run
+
+
+def _lay(desk: Ints, table: Ints, cuts: Ints, errors: Ints, first: int) -> None:
+    """See `Issue.lay`."""
+    desk[LAID + 1] = first
+    desk[LAID + 2], desk[LAID + 3] = table.ctypes.data, len(table)
+    desk[LAID + 4], desk[LAID + 5] = cuts.ctypes.data, len(cuts)
+    desk[LAID + 6], desk[LAID + 7] = errors.ctypes.data, len(errors)
+    desk[LAID] = desk[PUT]
 
 
 def _attending(calls: Calls, loop: Callable[..., None], most_looks: int) -> Callable[[Ints, int], None]:

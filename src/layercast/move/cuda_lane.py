@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import mul
 
 import numpy as np
 
@@ -20,18 +19,7 @@ from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
-from layercast.move.cuda_ways import (
-    WORD,
-    Choice,
-    Ints,
-    Rows,
-    look_at,
-    rows_of,
-    runs_in,
-    stretches,
-    surely_engine,
-    way_of,
-)
+from layercast.move.cuda_ways import Ints, rows_of, runs_in, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
@@ -111,29 +99,30 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    def choice(self, batches: Sequence[Series]) -> Choice:
+    def choice(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
-        kernel, first_of = bool(self.tables), next((batch for batch in batches if len(batch.pieces)), None)
-        if first_of is None:
-            return Choice(Way.ENGINE)
-        # Each look of numpy's at an array costs 10 us where its code is cold, a list of a few pieces nearly nothing.
-        lengths, counts = first_of.pieces.table[2:4, :FEW].tolist()
-        few = sum(map(mul, lengths, counts)), sum(counts)
-        if surely_engine(few, self.costs, kernel=kernel):
-            return Choice(Way.ENGINE)
-        shared = {id(batch.pieces.table): batch.pieces for batch in batches}
-        looks = {key: look_at(part.table) for key, part in shared.items()}
-        rows = sum(looks[key].rows or int(part.count.sum()) for key, part in shared.items())
+        kernel = self.kernel if self.tables else None
+        first_of = next((batch for batch in batches if len(batch.pieces)), None)
+        if kernel is None or first_of is None:
+            return Way.ENGINE
+        look = kernel.scribe.look
+        few = look(first_of.pieces.table[:, :FEW], first_of.shifts)[:2]
+        if surely_engine(few, self.costs):
+            return Way.ENGINE
+        shared, copies, fine = dict[int, Pieces](), 0, True
+        for batch in batches:
+            _, count, multiples = look(batch.pieces.table, batch.shifts)
+            fine = fine and multiples
+            copies += 0 if id(batch.pieces.table) in shared else count
+            shared[id(batch.pieces.table)] = batch.pieces
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        fits = 24 * 2 * (rows + 2 * len(shared)) <= TABLE_BYTES
-        if not (fits and all(look.aligned for look in looks.values())) or any(map(_odd, batches)):
-            return Choice(Way.ENGINE)
+        if not fine or 24 * 2 * (copies + 2 * len(shared)) > TABLE_BYTES:
+            return Way.ENGINE
         slot_bytes = self.staging.slot_bytes
         if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-            runs = runs_in(sample, self.direction)
-            return Choice(way_of(sample.size, self.costs, kernel=kernel, runs=runs), looks)
-        return Choice(way_of(few, self.costs, kernel=kernel), looks)
+            return way_of(sample.size, self.costs, kernel=True, runs=runs_in(sample, self.direction))
+        return way_of(few, self.costs, kernel=True)
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.
@@ -167,7 +156,7 @@ class Lane:
         program: Program,
         series: Series,
         parts: range,
-        choice: Choice,
+        way: Way,
         number: int,
         *,
         pinned: bool,
@@ -176,14 +165,14 @@ class Lane:
 
         pinned: the device reaches both sides.
         """
-        way, tally, tables = choice.way, self.tally.address, program.tables
-        stream, moved = self._last(way), [] if tables is None else self._parts(tables, series.pieces, choice)
+        tally, tables = self.tally.address, program.tables
+        stream, moved = self._last(way), [] if tables is None else self._parts(tables, series.pieces, way)
         if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
             batched = pinned and self.driver.batches
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
             at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
-            program.launches(self._launched(GRID[self.direction]), self._relay.words, at, len(parts), tally, number)
+            program.launches(self._launched(GRID[self.direction]), self._relay.address, at, len(parts), tally, number)
         else:
             self._stage(program, series, parts, moved, number)
         return stream
@@ -230,23 +219,29 @@ class Lane:
             if up:
                 program.copies_of(*place, batched=batched)
                 self._hand_over(program, fills, empties)
-                program.launches(kernel, self._scatter, values, 1, tally, counted)
+                program.launches(kernel, self._scatter.address, values, 1, tally, counted)
             else:
-                program.launches(kernel, self._scatter, values, 1)
+                program.launches(kernel, self._scatter.address, values, 1)
                 self._hand_over(program, fills, empties)
                 program.copies_of(*place, batched=batched, tally=tally, number=counted)
             program.record(slot.free, empties)
             program.owner += bool(tally)
 
     @cached_property
-    def _scatter(self) -> Ints:
-        """As programs name it: launches between slots and blocks go one after another."""
-        return Relay.alone(self.spread).words
+    def _scatter(self) -> Relay:
+        """Launches between slots and blocks go one after another."""
+        return Relay.alone(self.spread)
 
     def _launched(self, grid: int) -> tuple[int, int, int, int]:
         """The kernel, as programs launch it."""
+        kernel = self._kernel
+        return kernel.function, grid, kernel.threads, kernel.shared
+
+    @property
+    def _kernel(self) -> PieceKernel:
+        """The one that there is, as there are tables."""
         assert self.kernel is not None
-        return self.kernel.function, grid, self.kernel.threads, self.kernel.shared
+        return self.kernel
 
     def _placed(self, program: Program, tables: Tables, series: Series, parts: Sequence[Part]) -> int:
         """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
@@ -256,23 +251,22 @@ class Lane:
 
     def _parameters(self, program: Program, parts: Sequence[Part], shifts: Ints) -> int:
         """Where those of launches lie that take these parts in turn, each with its shifts."""
-        assert self.kernel is not None
-        return program.hold(self.kernel.values([part.table for part in parts], shifts))
+        return program.hold(*self._kernel.values([part.table for part in parts], shifts))
 
-    def _parts(self, tables: Tables, pieces: Pieces, choice: Choice) -> list[Part]:
+    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
         """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
-            rows = rows_of(Pieces(pieces.table), choice.looks.get(id(pieces.table)))
-            if choice.way is Way.STAGED:
-                parts = self._cut(tables, rows)
+            if way is Way.STAGED:
+                parts = self._cut(tables, Pieces(pieces.table))
             else:
-                parts = [Part(_NO_PIECES, tables.add(rows))] if len(rows) else []
+                table = tables.add(pieces, self._kernel.scribe)
+                parts = [Part(_NO_PIECES, table)] if table.pieces else []
             tables.parts[id(pieces.table)] = parts
         return parts
 
-    def _cut(self, tables: Tables, rows: Rows) -> list[Part]:
-        """Rows in parts that fit a slot each."""
-        up, parts, first = self.direction is Direction.UP, list[Part](), 0
+    def _cut(self, tables: Tables, pieces: Pieces) -> list[Part]:
+        """Pieces in parts that fit a slot each."""
+        up, parts, first, rows = self.direction is Direction.UP, list[Part](), 0, rows_of(pieces)
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
         rows = rows.take(order)
         ends = np.cumsum(rows.length)
@@ -285,7 +279,8 @@ class Lane:
             from_, to = (part.source, staged) if up else (staged, part.target)
             long = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads))
             from_, to = (staged, part.target) if up else (part.source, staged)
-            parts.append(Part(long, tables.add(Rows(np.stack([from_, to, part.length])))))
+            short = Pieces.plain(from_, to, part.length)
+            parts.append(Part(long, tables.add(short, self._kernel.scribe)))
             first = last
         return parts
 
@@ -336,8 +331,3 @@ class Lane:
         self.staging.blocks.append((kind, address))
         self.staging.nbytes += nbytes
         return address
-
-
-def _odd(series: Series) -> bool:
-    """Whether a part is shifted by what a kernel can't follow."""
-    return bool(np.bitwise_or.reduce(series.shifts, axis=None) % WORD)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.move.cuda_tables import Tables
-from layercast.move.kernels.pieces import PARAMETERS
+from layercast.move.kernels.pieces_host import PARAMETERS
 from layercast.move.words import address_of
 from layercast.plan.pieces import Pieces, Series
 
@@ -82,7 +82,7 @@ class Program:
     def launches(
         self,
         kernel: tuple[int, int, int, int],
-        relay: Ints,
+        relay: int,
         parameters: int,
         count: int,
         tally: int = 0,
@@ -90,11 +90,11 @@ class Program:
     ) -> None:
         """Launches, a batch each, owned and counted as those of `copies`.
 
-        kernel: its function, programs, threads a program, and bytes of shared memory. relay: the words of one (see
-        `cuda_relay`). parameters: where those of the first lie (PARAMETERS values of 64 bits, or of 32 in their low
-        half); LAUNCH_BYTES further those of the next.
+        kernel: its function, programs, threads a program, and bytes of shared memory. relay: the address of one
+        that outlives the program (see `cuda_relay`). parameters: where those of the first lie (PARAMETERS values of 64
+        bits, or of 32 in their low half); LAUNCH_BYTES further those of the next.
         """
-        self._add(Op.LAUNCHES, *kernel, self.hold(relay), parameters, count, tally, number)
+        self._add(Op.LAUNCHES, *kernel, relay, parameters, count, tally, number)
 
     def hold_until(self, stream: int, address: int, value: int = 1) -> None:
         """The stream goes on once the 32-bit word is `value` or more."""
@@ -112,9 +112,11 @@ class Program:
         """The stream sets a 32-bit word."""
         self._add(Op.WRITE, stream, address, value)
 
-    def hold(self, array: Ints) -> int:
-        """Keep an array as long as the program; its address."""
-        if id(array) not in self.held:
+    def hold(self, array: Ints, address: int = 0) -> int:
+        """Keep an array as long as the program; its address, which may be known already."""
+        if address:
+            self.held[id(array)] = array, address
+        elif id(array) not in self.held:
             plain = np.ascontiguousarray(array, np.int64)
             self.held[id(array)] = array, address_of(plain)
             if plain is not array:

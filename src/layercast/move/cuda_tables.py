@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.errors import DeadlineExceeded
-from layercast.move.cuda_ways import Ints, Rows
-from layercast.move.kernels.pieces import Table, even, table_of
+from layercast.move.kernels.pieces_host import MULTIPLES, Ints, Scribe, Table, even
 from layercast.move.words import address_of, words_at
 from layercast.plan.pieces import COLUMNS, Pieces
 
@@ -70,12 +69,13 @@ class Tables:
         self.parts.clear()
         self.placed.clear()
 
-    def add(self, rows: Rows) -> Table:
-        """Append a table."""
-        columns, at = even(len(rows)), self.used
-        chunks = table_of(rows.table, self._room[at // 8 :][: 3 * columns].reshape(3, columns))
-        self.used += 24 * columns
-        return Table(self.device + at, columns, len(rows), chunks)
+    def add(self, pieces: Pieces, scribe: Scribe) -> Table:
+        """Append a table of all copies that they are, not shifted."""
+        at = self.used
+        copies, chunks = scribe.spread(pieces.table, self._room, at // 8)
+        assert copies >= 0, f"{MULTIPLES}, and there must be room for them"
+        self.used += 24 * even(copies)
+        return Table(self.device + at, even(copies), copies, chunks)
 
     def complete(self) -> None:
         """There is no more to come."""

@@ -3,9 +3,7 @@
 Does not know streams, kernels or addresses of tensors.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +12,6 @@ from layercast.move.costs import Costs, Direction, Way
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-WORD = 16
-"""Bytes a kernel moves at a time: what it moves must start and end on a multiple."""
 EDGE = 1.25
 """By how much another way must be faster than the copy engine alone to be taken: a kernel's programs take the model's
 place on the device, which costs more than it looks. From an H200 the kernel moves blocks of 64 KiB at 49 GB/s where the
@@ -56,36 +52,11 @@ class Rows:
         return row
 
 
-class Look(NamedTuple):
-    """What one look at a table says. Each of numpy's costs 10 us and more where its code is cold."""
-
-    aligned: bool
-    """Whether a kernel can move its pieces: addresses, strides and lengths are multiples of WORD."""
-    rows: int | None
-    """How many there are of pieces that are each one copy of some bytes; None where some are not."""
-
-
-class Choice(NamedTuple):
-    """How batches are to move, and what was seen of their tables on the way to it, by the id of each."""
-
-    way: Way
-    looks: Mapping[int, Look] = {}
-
-
-def look_at(table: Ints) -> Look:
-    """int64 [6, pieces], as in `Pieces`."""
-    source, target, length, count, *strides = np.bitwise_or.reduce(table, axis=1).tolist()
-    plain = count == 1 and all(np.minimum.reduce(table[2:4], axis=1).tolist())
-    bits = source | target | length | strides[0] | strides[1]
-    return Look(not bits % WORD, table.shape[1] if plain else None)
-
-
-def rows_of(pieces: Pieces, look: Look | None = None) -> Rows:
-    """Pieces as rows, those of each together and in order. look: at their table, where there has been one."""
-    table = pieces.placed
-    if (look or look_at(pieces.table)).rows is not None:
+def rows_of(pieces: Pieces) -> Rows:
+    """Pieces as rows, those of each together and in order."""
+    source, target, length, count, source_stride, target_stride = table = pieces.placed
+    if (count == 1).all() and length.all():
         return Rows(table[:3])
-    source, target, length, count, source_stride, target_stride = table
     count = np.where(length > 0, count, 0)
     index = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
@@ -110,14 +81,14 @@ def runs_in(pieces: Pieces, direction: Direction) -> int:
     return int(stretch[-1]) + 1 if len(rows) else 0
 
 
-def surely_engine(size: tuple[int, int], costs: Costs, *, kernel: bool) -> bool:
+def surely_engine(size: tuple[int, int], costs: Costs) -> bool:
     """Whether `way_of` will say so of pieces of that size wherever they lie: to see that takes microseconds, a look at
     all rows tens.
 
     No way is faster than the link, or than the kernel over it.
     """
-    if costs.forced is not None or not kernel:
-        return not kernel or costs.forced is Way.ENGINE
+    if costs.forced is not None:
+        return costs.forced is Way.ENGINE
     nbytes, count = size
     return _engine_us(nbytes, count, costs) <= nbytes / max(costs.gbps, costs.kernel_gbps) / 1e3
 

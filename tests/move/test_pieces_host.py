@@ -1,0 +1,110 @@
+"""What the host writes for the kernel: by numpy and compiled, the same numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layercast.move.kernels.pieces_host import BLOCK, PARAMETERS, compiled_scribe, plain_scribe
+from layercast.testing.move_laws import pieces_of
+
+UNTOUCHED = -7
+
+
+@pytest.fixture(scope="module", params=["plain", "compiled"])
+def scribe(request):
+    if request.param == "compiled":
+        pytest.importorskip("numba", reason="numba is not installed, so there is no compiled scribe to test")
+        return compiled_scribe()
+    return plain_scribe()
+
+
+def nearly(number):
+    """Mostly multiples of 16, as pieces that a kernel can move have nothing else."""
+    return st.one_of(number.map(lambda n: 16 * n), number.map(lambda n: 16 * n), number)
+
+
+ADDRESSES, STRIDES = nearly(st.integers(0, 1 << 40)), nearly(st.integers(-(1 << 20), 1 << 20))
+LENGTHS = st.one_of(st.just(0), nearly(st.integers(0, 1 << 18)))
+PIECES = st.lists(st.tuples(ADDRESSES, ADDRESSES, LENGTHS, st.integers(0, 5), STRIDES, STRIDES), max_size=12)
+PLAIN = st.lists(st.tuples(ADDRESSES, ADDRESSES, nearly(st.integers(1, 1 << 18))), max_size=12)
+SHIFTS = st.lists(st.tuples(STRIDES, STRIDES), min_size=1, max_size=7).map(lambda rows: np.array(rows, np.int64))
+
+
+def laid_out_as(layout, table):
+    """The same numbers as another array: as they are, one that may not be written, every second column, or turned."""
+    if layout == "kept":
+        table.flags.writeable = False
+    elif layout == "apart":
+        table = np.repeat(table, 2, axis=1)[:, ::2]
+    elif layout == "turned":
+        table = np.asfortranarray(table)
+    return table
+
+
+TABLES = st.builds(
+    laid_out_as,
+    st.sampled_from(["made", "kept", "apart", "turned"]),
+    st.one_of(PIECES, PLAIN).map(lambda pieces: pieces_of(*pieces).table.copy()),
+)
+
+
+def copies_in(table):
+    """[(from, to, bytes)], in order, none of them empty."""
+    return [
+        (from_ + nth * down, to + nth * up, nbytes)
+        for from_, to, nbytes, count, down, up in table.T.tolist()
+        for nth in range(count)
+        if nbytes > 0
+    ]
+
+
+@given(table=TABLES, shifts=SHIFTS)
+def test_a_look_tells_bytes_and_copies_and_whether_an_address_a_stride_a_length_or_a_shift_is_askew(
+    scribe, table, shifts
+):
+    askew = np.any(table[[0, 1, 2, 4, 5]] % 16) or np.any(shifts % 16)
+    nbytes = sum(length for _, _, length in copies_in(table))
+    assert scribe.look(table, shifts) == (nbytes, sum(table[3].tolist()), not askew)
+
+
+@given(table=TABLES, before=st.integers(0, 9), behind=st.integers(-9, 9))
+def test_a_table_has_every_copy_in_its_column_and_nothing_is_written_outside_its_room(scribe, table, before, behind):
+    copies = copies_in(table)
+    columns = len(copies) + len(copies) % 2
+    room = np.full(max(0, before + 3 * columns + behind), UNTOUCHED, np.int64)
+    found = scribe.spread(table, room, before)
+    ends = room[:before].tolist(), room[before + 3 * columns :].tolist()
+    assert {*ends[0], *ends[1]} <= {UNTOUCHED}
+    if len(room) < before + 3 * columns or any(number % 16 for copy in copies for number in copy):
+        assert found == (-1, 0)
+        return
+    words = [nbytes // 8 for _, _, nbytes in copies]
+    assert found == (len(copies), -(-max(words, default=0) // BLOCK))
+    pad = [0] * (columns - len(copies))
+    rows = [from_ for from_, _, _ in copies], [to for _, to, _ in copies], words
+    assert room[before : before + 3 * columns].tolist() == [number for row in rows for number in [*row, *pad]]
+
+
+@given(
+    shifts=SHIFTS,
+    tables=st.lists(
+        st.tuples(ADDRESSES, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3
+    ),
+)
+def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shifts, tables):
+    made = np.full((len(shifts), PARAMETERS), UNTOUCHED, np.int64)
+    for nth, (at, columns, pieces, chunks) in enumerate(tables):
+        ours = shifts[nth :: len(tables)]
+        askew = at % 16 or columns % 2 or np.any(ours % 16)
+        found = scribe.launch(made, shifts, nth, len(tables), at, columns, pieces, chunks)
+        assert found == (0 if askew else made.ctypes.data)
+        wanted = [[at, at + 8 * columns, at + 16 * columns, pieces, chunks, *shift, 0, 0] for shift in ours.tolist()]
+        assert made[nth :: len(tables)].tolist() == wanted
+        later = [made[other :: len(tables)] for other in range(nth + 1, len(tables))]
+        assert all((rows == UNTOUCHED).all() for rows in later)
+
+
+def test_a_kernel_may_copy_nothing_at_all(scribe):
+    assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, True)
+    assert scribe.spread(pieces_of().table, np.zeros(0, np.int64), 0) == (0, 0)
