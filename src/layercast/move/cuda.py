@@ -361,7 +361,7 @@ class CudaMover(Mover):
             program, errors = Program(), np.zeros(1, np.int64)
             pieces = Pieces.plain(source.ravel(), target.ravel(), length.ravel())
             lane.start(program, Way.ENGINE)
-            program.copies(Series(pieces), range(1), lane.copy, batched=self._driver.batches)
+            program.copies(Series(pieces), range(1), lane.copy, batched=lane.batched)
             program.record(event.handle, lane.copy)
             self._issue.run(program.table(), self._cuts, errors, 0)
             self._driver.check("reading back what is to be hashed", int(errors[0]))

@@ -8,6 +8,7 @@ function pointers (see cuda_issue); the driver reads the low half where it wants
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache, partial
 
 from layercast.errors import DeviceFailed, OutOfMemory, Refused
@@ -20,7 +21,7 @@ _FATAL = {214, 220, 700, 702, 709, 710, *range(714, 720)}
 _BLOCKING_SYNC, _DISABLE_TIMING, _NON_BLOCKING, _PORTABLE = 1, 2, 1, 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _ALREADY_REACHED = 704
-_STREAM_ORDER = 1
+_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
 
 Call = Callable[..., int]
 
@@ -55,14 +56,28 @@ class Calls:
     hear: Call = field(default_factory=partial(libc, "read", 3, keeping=False))
 
 
+class Batched(IntEnum):
+    """How copies are handed over."""
+
+    NO = 0
+    """One by one."""
+    FAST = 1
+    """In calls of many, for the driver to move as it likes: inside a device by its multiprocessors."""
+    BESIDE = 2
+    """In calls of many, by copy engines, so that compute keeps the multiprocessors: drivers since CUDA 13.1 want to be
+    told, older ones pass over it."""
+
+
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: read sources in stream order, no hints."""
+    """CUmemcpyAttributes: read sources in stream order, no hints of where these are; flags: whether beside compute."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("order", "source", "source_id", "target", "target_id", "flags")]
 
 
-_READ_IN_ORDER, _FIRST = _Attributes(_STREAM_ORDER, 0, 0, 0, 0, 0), ctypes.c_size_t(0)
-"""The attributes of all pieces, and the number of the first piece that they are of."""
+ATTRIBUTES_BYTES = ctypes.sizeof(_Attributes)
+_ATTRIBUTES = (_Attributes * 2)(*(_Attributes(_STREAM_ORDER, 0, 0, 0, 0, flags) for flags in (0, _BESIDE_COMPUTE)))
+_FIRST = ctypes.c_size_t(0)
+"""The attributes of all pieces, by `Batched` from FAST on, and the number of the first piece that they are of."""
 
 
 @cache
@@ -220,8 +235,9 @@ class Driver:
 
     @property
     def batch_attributes(self) -> tuple[int, int]:
-        """Addresses of the attributes and their index, as `copy_batch` wants them."""
-        return ctypes.addressof(_READ_IN_ORDER), ctypes.addressof(_FIRST)
+        """Addresses of the attributes (by `Batched` from FAST on, ATTRIBUTES_BYTES each) and of their index, as
+        `copy_batch` wants them."""
+        return ctypes.addressof(_ATTRIBUTES), ctypes.addressof(_FIRST)
 
     @property
     def uuid(self) -> str:

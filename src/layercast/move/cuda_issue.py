@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layercast.move.cuda_driver import Calls
+from layercast.move.cuda_driver import ATTRIBUTES_BYTES, Calls
 from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
 from layercast.move.words import address_of
@@ -150,12 +150,12 @@ def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, in
 
     Hands a call of many copies over, unless they went singly, and keeps the pace behind them.
     """
-    (attribute, nth_attribute), many = attributes, calls.copy_batch
+    (first, nth), many, step = attributes, calls.copy_batch, ATTRIBUTES_BYTES
 
     def run(to: int, from_: int, sizes: int, count: int, nbytes: int, stream: int, batched: int, pace: int) -> int:
         code = 0
         if batched:
-            code = many(to, from_, sizes, count, attribute, nth_attribute, 1, stream)
+            code = many(to, from_, sizes, count, first + step * (batched - 1), nth, 1, stream)
         if pace != 0 and code == 0:
             code = paced(pace, stream, nbytes)
         return code

@@ -13,7 +13,7 @@ import numpy as np
 from layercast.errors import OutOfMemory
 from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
-from layercast.move.cuda_driver import Driver
+from layercast.move.cuda_driver import Batched, Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
@@ -99,6 +99,13 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
+    @property
+    def batched(self) -> Batched:
+        """How copies of pinned memory, or of none of the host's, are handed over."""
+        if not self.driver.batches:
+            return Batched.NO
+        return Batched.FAST if self.direction is Direction.LOCAL else Batched.BESIDE
+
     def choice(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
         kernel = self.kernel if self.tables else None
@@ -133,7 +140,7 @@ class Lane:
         program.wait(self.copy if way is Way.KERNEL else self._last(way), self._tail)
         if program.tables is not None:
             reads = self.spread if way is Way.STAGED else self.copy
-            program.copies_of(*program.tables.upload, reads, batched=False)
+            program.copies_of(*program.tables.upload, reads, batched=Batched.NO)
         if way is Way.KERNEL:  # what counts waits too, as it would run ahead over a batch that is not launched
             self._hand_over(program, *self._relay.streams)
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
@@ -168,7 +175,7 @@ class Lane:
         tally, tables = self.tally.address, program.tables
         stream, moved = self._last(way), [] if tables is None else self._parts(tables, series.pieces, way)
         if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
-            batched = pinned and self.driver.batches
+            batched = self.batched if pinned else Batched.NO
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
             at = self._placed(program, tables, series, moved) + LAUNCH_BYTES * parts.start
@@ -208,7 +215,7 @@ class Lane:
         short = long.copy()
         short[:, 0 if up else 1] = long[:, 1 if up else 0] = [slot.address for slot in slots]
         shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
-        at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.driver.batches
+        at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.batched
         fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
         for nth, slot in enumerate(slots):
             batch, part = divmod(nth, len(parts))

@@ -10,6 +10,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from layercast.move.cuda_driver import Batched
 from layercast.move.cuda_tables import Tables
 from layercast.move.kernels.pieces_host import PARAMETERS
 from layercast.move.words import address_of
@@ -55,9 +56,9 @@ class Program:
         return np.array(self.rows, np.int64).reshape(-1, WIDTH)
 
     def copies(
-        self, series: Series, parts: range, stream: int, *, batched: bool, tally: int = 0, number: int = 0
+        self, series: Series, parts: range, stream: int, *, batched: Batched, tally: int = 0, number: int = 0
     ) -> None:
-        """Neighbouring parts of a series, in calls of many where the driver can (`batched`).
+        """Neighbouring parts of a series, handed over as `batched` says.
 
         The owners are `owner` and those after it. tally: where the stream counts the first part as `number`, the next
         one as one more, and so on; 0 = nowhere. Arrays are named, not joined: numpy gives the interpreter lock up
@@ -74,7 +75,7 @@ class Program:
         return self.hold(pieces.table), len(pieces)
 
     def copies_of(
-        self, columns: tuple[int, ...], shift: int, stream: int, *, batched: bool, tally: int = 0, number: int = 0
+        self, columns: tuple[int, ...], shift: int, stream: int, *, batched: Batched, tally: int = 0, number: int = 0
     ) -> None:
         """One batch of what `columns` has said, shifted by the two numbers at the address `shift`; counted likewise."""
         self._add(Op.COPIES, *columns, stream, batched, shift, 1, tally, number, self.pace)
