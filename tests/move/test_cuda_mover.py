@@ -17,7 +17,7 @@ from layercast.errors import BrokenInvariant, DeviceFailed, Missing
 from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
-from layercast.move.cuda_driver import ATTRIBUTES_BYTES, DEVICE, HOST, libc
+from layercast.move.cuda_driver import ATTRIBUTES_BYTES, BESIDE_SINCE, DEVICE, HOST, libc
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
@@ -390,15 +390,17 @@ def test_a_batch_that_is_empty_or_refused_is_not_counted_before_what_another_way
     mover.close(SOON_S)
 
 
-@pytest.mark.parametrize(("kinds", "beside"), [((HOST, DEVICE), True), ((DEVICE, HOST), True), ((DEVICE,), False)])
-def test_copies_to_and_from_the_host_go_beside_compute_and_those_inside_a_device_as_the_driver_likes(
-    device, kinds, beside
-):
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,)])
+@pytest.mark.parametrize("since", [0, 1])
+def test_copies_between_memories_go_beside_compute_where_a_driver_wants_to_be_told(device, kinds, since):
+    """Inside a device they go as it likes."""
+    device.version = BESIDE_SINCE - 1 + since
     mover, memory = mover_of(device, only(Way.ENGINE)), DeviceMemory(device, kinds)
     source, target = memory.alloc(64), memory.alloc(64)
     mover.submit(pieces_of((source, target, 16), (source + 32, target + 32, 16))).wait(SOON_S)
     first, _ = device.batch_attributes
-    assert {entry[5] - first for entry in device.log if entry[0] == "copy_batch"} == {ATTRIBUTES_BYTES * beside}
+    handed = {entry[5] - first for entry in device.log if entry[0] == "copy_batch"}
+    assert handed == {ATTRIBUTES_BYTES * (since and len(kinds) == 2)}
     mover.close(SOON_S)
 
 

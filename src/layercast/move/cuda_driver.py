@@ -56,6 +56,11 @@ class Calls:
     hear: Call = field(default_factory=partial(libc, "read", 3, keeping=False))
 
 
+BESIDE_SINCE = 13010
+"""The driver's version from which on it does as told of compute (CUDA 13.1's release notes); older ones use copy engines
+between memories anyhow."""
+
+
 class Batched(IntEnum):
     """How copies are handed over."""
 
@@ -64,8 +69,7 @@ class Batched(IntEnum):
     FAST = 1
     """In calls of many, for the driver to move as it likes: inside a device by its multiprocessors."""
     BESIDE = 2
-    """In calls of many, by copy engines, so that compute keeps the multiprocessors: drivers since CUDA 13.1 want to be
-    told, older ones pass over it."""
+    """In calls of many, by copy engines, so that compute keeps the multiprocessors."""
 
 
 class _Attributes(ctypes.Structure):

@@ -13,7 +13,7 @@ import numpy as np
 from layercast.errors import OutOfMemory
 from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Direction, Way
-from layercast.move.cuda_driver import Batched, Driver
+from layercast.move.cuda_driver import BESIDE_SINCE, Batched, Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
@@ -99,12 +99,13 @@ class Lane:
         for kind, address in staging.blocks:
             (self.driver.drop_host_memory if kind == "host" else self.driver.drop_device_memory)(address)
 
-    @property
+    @cached_property
     def batched(self) -> Batched:
         """How copies of pinned memory, or of none of the host's, are handed over."""
         if not self.driver.batches:
             return Batched.NO
-        return Batched.FAST if self.direction is Direction.LOCAL else Batched.BESIDE
+        inside = self.direction is Direction.LOCAL
+        return Batched.FAST if inside or self.driver.version < BESIDE_SINCE else Batched.BESIDE
 
     def choice(self, batches: Sequence[Series]) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
