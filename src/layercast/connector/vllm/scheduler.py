@@ -26,6 +26,7 @@ from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NO_REPORTS, NOTHING, Handshake, Orders, Reports
+from layercast.connector.vllm.neighbours import keep_in_order
 from layercast.connector.vllm.saves import LUMP, Saves
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.terms import Terms, terms_of
@@ -94,16 +95,14 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
-        self._holds = Holds(gpu_block_pool, self._reused)
+        keep_in_order(gpu_block_pool)
+        self._holds = Holds(gpu_block_pool, lambda order: self._side.doom(order))
         if not self._background:
             recovery.install()
 
     @cached_property
     def _terms(self) -> Terms:
         return terms_of(self._vllm_config, self._kv_cache_config, self._kv_transfer_config, self._side.specs)
-
-    def _reused(self, order: str) -> None:
-        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
