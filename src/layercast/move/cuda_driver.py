@@ -57,8 +57,8 @@ class Calls:
 
 
 BESIDE_SINCE = 13010
-"""The driver's version from which on it does as told of compute (CUDA 13.1's release notes); older ones use copy engines
-between memories anyhow."""
+"""The driver's version from which on it does as it is told of compute (CUDA 13.1's release notes). Older ones use copy
+engines between memories anyhow."""
 
 
 class Batched(IntEnum):

@@ -10,22 +10,23 @@ BLOCKS = 48
 pytest.importorskip("vllm")
 
 
-def pool_of(in_order):
+def pool_of(times):
     from vllm.v1.core.block_pool import BlockPool
 
-    from layercast.connector.vllm.neighbours import keep_in_order
+    from layercast.connector.vllm.neighbours import in_order
 
     pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
-    for _ in range(in_order):
-        keep_in_order(pool)
+    for _ in range(times):
+        assert in_order(pool) is pool
     return pool
 
 
 class Prompts:
     """Prompts that take blocks and give them back, the end of a prompt first, as vLLM's own do."""
 
-    def __init__(self, in_order):
-        self.pool, self.live, self.last = pool_of(in_order), {}, {}
+    def __init__(self, times):
+        """times: that its blocks are put in order."""
+        self.pool, self.live, self.last = pool_of(times), {}, {}
         """last: what each block held last, as (prompt, place)."""
 
     def begin(self, prompt, count):
@@ -67,11 +68,11 @@ def breaks(blocks):
 
 
 def test_blocks_of_a_prompt_are_neighbours_however_often_they_have_been_handed_out():
-    prompts = {in_order: Prompts(in_order) for in_order in (0, 1)}
-    found = {in_order: [] for in_order in prompts}
+    prompts = {times: Prompts(times) for times in (0, 1)}
+    found = {times: [] for times in prompts}
     for number in range(40):
-        for in_order, ours in prompts.items():
-            found[in_order].append(breaks(ours.begin(number, 15)[1]))
+        for times, ours in prompts.items():
+            found[times].append(breaks(ours.begin(number, 15)[1]))
             if number > 1:
                 ours.end(number - 2)
     assert max(found[1]) <= 2

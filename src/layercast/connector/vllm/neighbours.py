@@ -15,11 +15,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 _NUMBER = attrgetter("block_id")
 
 
-def keep_in_order(pool: BlockPool) -> None:
-    """Blocks that the pool hands out together ascend from now on. Repeats change nothing."""
+def in_order(pool: BlockPool) -> BlockPool:
+    """The same pool: blocks that it hands out together ascend from now on. Repeats change nothing."""
     take = pool.get_new_blocks
     if getattr(take, "ascending", False):
-        return
+        return pool
 
     @wraps(take)
     def taken(num_blocks: int) -> list[KVCacheBlock]:
@@ -30,3 +30,4 @@ def keep_in_order(pool: BlockPool) -> None:
 
     taken.ascending = True  # type: ignore[attr-defined]
     pool.get_new_blocks = taken
+    return pool

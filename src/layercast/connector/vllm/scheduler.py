@@ -20,13 +20,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from layercast.config import Config
-from layercast.connector.vllm import events, recovery
+from layercast.connector.vllm import events, neighbours, recovery
 from layercast.connector.vllm.due import Due, tables_of
 from layercast.connector.vllm.extras import Adapters, extras_of
 from layercast.connector.vllm.forwards import Forwards
 from layercast.connector.vllm.holds import Holds
 from layercast.connector.vllm.metadata import NO_REPORTS, NOTHING, Handshake, Orders, Reports
-from layercast.connector.vllm.neighbours import keep_in_order
 from layercast.connector.vllm.saves import LUMP, Saves
 from layercast.connector.vllm.stats import Stats
 from layercast.connector.vllm.terms import Terms, terms_of
@@ -95,14 +94,16 @@ class SchedulerHooks(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are held while copies read or write them."""
-        keep_in_order(gpu_block_pool)
-        self._holds = Holds(gpu_block_pool, lambda order: self._side.doom(order))
+        self._holds = Holds(neighbours.in_order(gpu_block_pool), self._reused)
         if not self._background:
             recovery.install()
 
     @cached_property
     def _terms(self) -> Terms:
         return terms_of(self._vllm_config, self._kv_cache_config, self._kv_transfer_config, self._side.specs)
+
+    def _reused(self, order: str) -> None:
+        self._side.doom(order)
 
     @property
     def _side(self) -> SchedulerSide:
