@@ -82,6 +82,8 @@ CASES = {
 
 def before(source):
     """layercast of another commit, whose `src` is there: whether a difference is the host's or the code's."""
+    if source is None:
+        raise SystemExit("an engine `before` in --pairs needs --before, the folder `src` of another commit")
     return {"kv": layercast(), "env": {"PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}}
 
 
@@ -212,7 +214,7 @@ def joined(rounds):
 
 
 def order_of(shape, reps):
-    """What `hits` is asked for a shape such as 8192+512."""
+    """What `hits` and `gates` are asked for a shape such as 8192+512."""
     prefix, new = map(int, shape.split("+"))
     return {"prefix": prefix, "new": new, "reps": reps, "settle": 0.3 if prefix < 20000 else 0.8}
 
@@ -257,10 +259,7 @@ def alone(engine, args, results):
     if args.ways and ours:
         engine("way", way="measured")
     for shape in args.shapes if "gates" in phases and ours else ():
-        order = order_of(shape, args.reps)
-        results.put(
-            "gates", f"{name} {shape}", engine("gates", **{key: order[key] for key in ("prefix", "new", "reps")})
-        )
+        results.put("gates", f"{name} {shape}", engine("gates", **order_of(shape, args.reps)))
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
         for batch in args.batches:

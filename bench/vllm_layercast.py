@@ -47,6 +47,11 @@ STAGES = (
 GRID = cuda_lane.STAGED_GRID
 
 
+def seconds_of(spans):
+    """What `timed` has seen, as the seconds of each call."""
+    return {name: [over - begun for begun, over in each] for name, each in spans.items()}
+
+
 class Ours:
     """An engine with LayercastConnector; other orders go to the engine."""
 
@@ -81,10 +86,11 @@ class Ours:
 
         def staged(*rest, **more):
             start = time.perf_counter()
-            with self.stamped() as stamps:
+            with self.timed() as spans:
                 got = answer(*rest, **more)
-            if "start_load_kv" in stamps and (more.get("wishes") or {}).get("load"):
-                ms = {name: [round(1e3 * (at - start), 2) for at in span] for name, span in stamps.items()}
+            if "start_load_kv" in spans and (more.get("wishes") or {}).get("load"):
+                told = {name: (*each[0], each[-1][1]) for name in STAGES if (each := spans.get(name))}
+                ms = {name: [round(1e3 * (at - start), 2) for at in span] for name, span in told.items()}
                 stages.append({**ms, "answer": round(1e3 * got[0], 2)})
             return got
 
@@ -94,13 +100,13 @@ class Ours:
         finally:
             del self.engine.answer
 
-    def gates(self, prefix, new, reps):
+    def gates(self, prefix, new, reps, settle):
         """Of each hit, in ms since it was asked: `answer`, and when the device came to each layer's gate, was through
         and had its KV written. By events on the forward's stream, which cost the engine's thread microseconds each.
         """
         base, hits, start = self.tokens(prefix), [], torch.cuda.Event(enable_timing=True)
         self.answer(base)
-        self.settle(0.5)
+        self.settle(settle)
         for _ in range(reps):
             self.forget()
             torch.cuda.synchronize()
@@ -139,11 +145,11 @@ class Ours:
             del side.wait_for_layer_load, side.save_kv_layer
 
     @contextmanager
-    def stamped(self):
-        """Hook to when its first call began and was over, and its last one over."""
+    def timed(self):
+        """Hook to when each of its calls on the engine's thread was begun and over, as they come."""
         spans, undo = {}, []
 
-        def stamp(side, name):
+        def time_calls(side, name):
             call = getattr(side, name)
 
             def run(*rest, **more):
@@ -151,35 +157,7 @@ class Ours:
                 try:
                     return call(*rest, **more)
                 finally:
-                    now = time.perf_counter()
-                    spans[name] = (*spans.get(name, (begun, now))[:2], now)
-
-            setattr(side, name, run)
-            undo.append((side, name))
-
-        for side, names in ((self.worker_side, STAGES), (self.scheduler_side, STAGES)):
-            for name in names:
-                stamp(side, name)
-        try:
-            yield spans
-        finally:
-            for side, name in undo:
-                delattr(side, name)
-
-    @contextmanager
-    def timed(self):
-        """Hook to the seconds of its calls on the engine's thread, as they come."""
-        spent, undo = {}, []
-
-        def time_calls(side, name):
-            call = getattr(side, name)
-
-            def run(*rest, **more):
-                start = time.perf_counter()
-                try:
-                    return call(*rest, **more)
-                finally:
-                    spent.setdefault(name, []).append(time.perf_counter() - start)
+                    spans.setdefault(name, []).append((begun, time.perf_counter()))
 
             setattr(side, name, run)
             undo.append((side, name))
@@ -188,7 +166,7 @@ class Ours:
             for name in names:
                 time_calls(side, name)
         try:
-            yield spent
+            yield spans
         finally:
             for side, name in undo:
                 delattr(side, name)
@@ -196,28 +174,29 @@ class Ours:
     def hooks(self, prefix, new):
         """Engine thread's time in each hook, in a first sight and in a hit, and in an idle step."""
         facts, base = {}, self.tokens(prefix)
-        with self.timed() as spent:
+        with self.timed() as spans:
             for kind, ids in (("cold", base), ("hit", [*base, *self.tokens(new)])):
                 self.settle(0.5)
                 self.forget()
-                spent.clear()
+                spans.clear()
                 seconds = self.answer(ids)[0]
                 facts[kind] = {
                     name: {"calls": len(each), "sum_us": round(1e6 * sum(each), 1), "max_us": round(1e6 * max(each), 1)}
-                    for name, each in spent.items()
+                    for name, each in seconds_of(spans).items()
                 }
                 facts[kind]["answer_ms"] = round(1e3 * seconds, 2)
         return {**facts, "idle_us": self._idle(), "outcomes": self.outcomes()}
 
     def decode_hooks(self, batch, steps):
         """Engine thread's time in hooks while `batch` requests decode: a step's, and each hook's mean share of it."""
-        with self.timed() as spent:
+        with self.timed() as spans:
             each, shares = [], Counter()
 
             def stepped():
-                each.append(sum(map(sum, spent.values())))
-                shares.update({name: sum(times) for name, times in spent.items()})
-                spent.clear()
+                spent = {name: sum(times) for name, times in seconds_of(spans).items()}
+                each.append(sum(spent.values()))
+                shares.update(spent)
+                spans.clear()
 
             seconds = self.engine.decode(batch, steps, stepped)["seconds"]
         us = sorted(1e6 * value for value in each)
