@@ -119,10 +119,9 @@ class Lane:
             return Way.ENGINE
         shared, copies, fine = dict[int, Pieces](), 0, True
         for batch in batches:
-            _, count, multiples = look(batch.pieces.table, batch.shifts)
-            fine = fine and multiples
-            copies += 0 if id(batch.pieces.table) in shared else count
-            shared[id(batch.pieces.table)] = batch.pieces
+            table = batch.pieces.table
+            _, count, multiples = look(_NO_PIECES.table if id(table) in shared else table, batch.shifts)
+            fine, copies, shared[id(table)] = fine and multiples, copies + count, batch.pieces
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
         if not fine or 24 * 2 * (copies + 2 * len(shared)) > TABLE_BYTES:
             return Way.ENGINE

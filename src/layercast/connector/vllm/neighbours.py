@@ -6,7 +6,6 @@ prefixes a load took one copy for two blocks, and one for 13 to 55 of them in or
 which prompt's are next, stays as it is. Does not know requests, slots or who moves what.
 """
 
-from functools import wraps
 from operator import attrgetter
 
 from vllm.v1.core.block_pool import BlockPool
@@ -18,16 +17,9 @@ _NUMBER = attrgetter("block_id")
 def in_order(pool: BlockPool) -> BlockPool:
     """The same pool: blocks that it hands out together ascend from now on. Repeats change nothing."""
     take = pool.get_new_blocks
-    if getattr(take, "ascending", False):
-        return pool
 
-    @wraps(take)
     def taken(num_blocks: int) -> list[KVCacheBlock]:
-        blocks = take(num_blocks)
-        if num_blocks > 1:
-            blocks.sort(key=_NUMBER)
-        return blocks
+        return sorted(take(num_blocks), key=_NUMBER)
 
-    taken.ascending = True  # type: ignore[attr-defined]
     pool.get_new_blocks = taken
     return pool
