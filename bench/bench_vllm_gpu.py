@@ -3,8 +3,9 @@
     python bench/bench_vllm_gpu.py --json bench/results/vllm_h200.json --model FOLDER [--phases hits ...]
 
 Llama-3.1-8B shape, seeded random weights (not dummy ones), bf16, full graphs and async scheduling as vLLM chooses them.
-Each case is an engine in a process of its own (vllm_engine.py). Some are up at a time and one works: so engines can be
-compared in turn, and start together. The JSON is written after every phase of every case.
+Each case is an engine in a process of its own (vllm_engine.py). Some are up at a time (a "pair") and one works: so
+engines can be compared in turn, and start together. The JSON is written after every phase of every case. A case of two
+pairs goes by its neighbours the second time, and is not asked again what concerns it alone.
 
 same    tokens and KV bytes of layercast's hits against hits from GPU memory; a load that fails inside a forward
 sound   bytes of what Poisson arrivals have loaded and shared against what was computed alone
@@ -87,10 +88,20 @@ def before(source):
     return {"kv": layercast(), "env": {"PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}}
 
 
+def labelled(pairs):
+    """Each pair's (case, what its results go by): its name, and that of its neighbours where it was up before."""
+    seen, every = set(), []
+    for names in (pair.split(",") for pair in pairs):
+        others = {name: ",".join(other for other in names if other != name) for name in names}
+        every.append([(name, f"{name} beside {others[name]}" if name in seen else name) for name in names])
+        seen.update(names)
+    return every
+
+
 class Engine:
     """A case's process. Raises RuntimeError, with the end of its log, when it has died."""
 
-    def __init__(self, name, slot, args):
+    def __init__(self, name, label, slot, args):
         case = {
             "model": args.model,
             "kv_bytes": BLOCKS * 16 * KV_BYTES_A_TOKEN,
@@ -98,7 +109,7 @@ class Engine:
             **json.loads(args.engine),
         }
         cache = {"VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', '/tmp/vllm_cache')}_{slot}"}
-        self._start(name, Path(args.logs) / f"{name}.log", {**cache, **case.pop("env", {})}, case)
+        self._start(label, Path(args.logs) / f"{label}.log", {**cache, **case.pop("env", {})}, case)
 
     def _start(self, name, log, env, case):
         """The process, which imports what it needs and waits for `begin`."""
@@ -224,7 +235,7 @@ def hits_of(rounds):
     found = joined(rounds)
     facts = {kind: spread(found[kind]) for kind in ("cold", "hit", "in_gpu") if found[kind]}
     facts["cached"] = sorted(set(map(tuple, found["cached"])))
-    facts |= {"stages": found["stages"]} if "stages" in found else {}
+    facts |= {kind: found[kind] for kind in ("stages", "stages_in_gpu") if kind in found}
     return {**facts, "missed": found["missed"]} if found["missed"] else facts
 
 
@@ -276,15 +287,21 @@ def hits(engines, args, results):
         for engine in engines:
             found = hits_of(rounds[engine.name])
             if engine.name.startswith("layercast"):
-                found["load_ms"] = engine("loads", count=args.reps)
+                found |= engine("loads", count=args.reps)
                 if troubles := engine("troubles"):
                     results.put("troubles", f"{engine.name} {shape}", troubles)
             results.put("hits", f"{engine.name} {shape}", found)
 
 
+def rivals_of(engines, args):
+    """Those with a connector; none where it is another pair that has two of them."""
+    rivals = [engine for engine in engines if not engine.name.startswith("recompute")]
+    return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
+
+
 def mixed(engines, args, results):
     """Decodes beside hits, the engines with a connector in turn."""
-    rivals = [engine for engine in engines if engine.name != "recompute"]
+    rivals = rivals_of(engines, args)
     rounds = {engine.name: [] for engine in rivals}
     for _, engine in turns(rivals, 2):
         rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
@@ -296,7 +313,7 @@ def mixed(engines, args, results):
 
 def arrivals(engines, args, results):
     """Poisson arrivals, the engines with a connector in turn at the same ones; a first round warms up."""
-    engines, order = [engine for engine in engines if engine.name != "recompute"], {"do": "poisson", **ARRIVALS}
+    engines, order = rivals_of(engines, args), {"do": "poisson", **ARRIVALS}
     for engine in engines:
         engine(**order, rate=args.rates[0][0], seed=0)
     for nth, (rate, seed) in enumerate(args.rates):
@@ -349,7 +366,8 @@ def measured(engines, args, results):
     pair = [engine for engine in alive if engine.name in ("recompute", "layercast")]
     if len(pair) == 2:
         together(pair, args, results)
-    for engine in sorted(alive, key=lambda engine: not engine.name.startswith("layercast")):
+    fresh = [engine for engine in alive if " beside " not in engine.name]
+    for engine in sorted(fresh, key=lambda engine: not engine.name.startswith("layercast")):
         try:
             alone(engine, args, results)
         except RuntimeError as error:
@@ -386,7 +404,9 @@ def main():
     results = Results(args.json, args.seconds)
     results.put("about", "command", " ".join(sys.argv))
     results.put("about", "machine", {"python": platform.python_version(), "cores": os.cpu_count()})
-    pairs = [[Engine(name, slot, args) for slot, name in enumerate(pair.split(","))] for pair in args.pairs]
+    pairs = [
+        [Engine(name, label, slot, args) for slot, (name, label) in enumerate(pair)] for pair in labelled(args.pairs)
+    ]
     for engines in pairs:
         if not results.over:
             measured(engines, args, results)

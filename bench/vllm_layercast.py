@@ -74,29 +74,33 @@ class Ours:
         }
 
     def loads(self, count):
-        """ms from the first byte to the last of the last loads."""
-        ended = [outcome for outcome in self.scheduler_side.outcomes if isinstance(outcome, LoadOutcome)]
-        return [round(1e3 * load.transfer_s, 2) for load in ended[-count:]]
+        """Of the last loads: ms from the first byte to the last, and in how many pieces they were planned."""
+        ended = [outcome for outcome in self.scheduler_side.outcomes if isinstance(outcome, LoadOutcome)][-count:]
+        return {
+            "load_ms": [round(1e3 * load.transfer_s, 2) for load in ended],
+            "pieces": [load.pieces for load in ended],
+        }
 
     def hits(self, **order):
-        """As the engine's; stages: of each hit when its hooks were called, in ms since it was asked, and when its
-        `answer` came. Of a hook: when its first call began and was over, and when its last one was over.
+        """As the engine's; stages, and stages_in_gpu: of each hit when its hooks were called, in ms since it was asked,
+        and when its `answer` came. Of a hook: when its first call began and was over, and when its last one was over.
         """
-        answer, stages = self.engine.answer, []
+        answer, stages = self.engine.answer, {"stages": [], "stages_in_gpu": []}
 
         def staged(*rest, **more):
             start = time.perf_counter()
             with self.timed() as spans:
                 got = answer(*rest, **more)
-            if "start_load_kv" in spans and (more.get("wishes") or {}).get("load"):
+            if "start_load_kv" in spans:
                 told = {name: (*each[0], each[-1][1]) for name in STAGES if (each := spans.get(name))}
                 ms = {name: [round(1e3 * (at - start), 2) for at in span] for name, span in told.items()}
-                stages.append({**ms, "answer": round(1e3 * got[0], 2)})
+                kind = "stages" if (more.get("wishes") or {}).get("load") else "stages_in_gpu"
+                stages[kind].append({**ms, "answer": round(1e3 * got[0], 2)})
             return got
 
         self.engine.answer = staged
         try:
-            return {**self.engine.hits(**order), "stages": stages[-order["reps"] :]}
+            return {**self.engine.hits(**order), **{kind: each[-order["reps"] :] for kind, each in stages.items()}}
         finally:
             del self.engine.answer
 

@@ -177,16 +177,15 @@ def test_flags_are_set_by_the_device_or_by_the_last_flight(device, mover, batch)
 
 
 class Watched(dict):
-    """What a gate keeps, seen from another thread: `then` is called behind each change, or behind each `get`."""
+    """What a gate keeps, as another thread sees it: `changed` is called behind each change, `looked` before a look."""
 
-    def __init__(self, values, changed=lambda: None, got=lambda: None):
+    def __init__(self, values, changed=lambda: None, looked=lambda: None):
         super().__init__(values)
-        self._changed, self._got = changed, got
+        self._changed, self._looked = changed, looked
 
-    def get(self, *asked):
-        found = super().get(*asked)
-        self._got()
-        return found
+    def __contains__(self, layer):
+        self._looked()
+        return super().__contains__(layer)
 
     def __setitem__(self, layer, left):
         super().__setitem__(layer, left)
@@ -220,7 +219,7 @@ def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_
     flight.wave._over = Latch()  # as if the host had not learned of it yet
     words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)[0] = -1
     opens = iter([lambda: gate.open(0, flight)])
-    gate._flights = Watched({}, got=lambda: next(opens, lambda: None)())
+    gate._missing = Watched(gate._missing, looked=lambda: next(opens, lambda: None)())
     gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told))
     gate.wait(0, SOON_S)
     assert [number for *_, number in held] == [flight.number]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -382,7 +382,13 @@ class CudaMover(Mover):
 
 def torch_stream() -> int:
     """The handle of torch's current stream on this thread."""
+    handle, device = _of_torch()
+    return int(handle(device()))
+
+
+@cache
+def _of_torch() -> tuple[Callable[[int], int], Callable[[], int]]:
+    """A device's current stream, and the current device: what torch.cuda wraps, several microseconds a layer."""
     import torch
 
-    # What torch.cuda.current_stream() wraps into an object, several microseconds a layer.
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

@@ -26,9 +26,11 @@ from layercast.move.cuda_pace import HANDED, HURRIED, keep
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time
-from layercast.move.words import words_at
+from layercast.move.words import counts_at, words_at
 
 _MOST, _FAR = 0xFFFFFFFF, 1 << 30
+_HANDED, _HURRIED = PACE // 4 + 2 * HANDED, PACE // 4 + 2 * HURRIED
+"""Where a tally has these counts, in words."""
 NAP_S, LATE = 20e-6, 0.002
 """Between two looks at a count by a thread that waits for it: least seconds, and part of what it has waited so far."""
 
@@ -84,31 +86,35 @@ class Tally:
         self.queued = 0
         """Number of the last batch in the lane's queue."""
         self._bell = Bell(ring, sleeping=False)
+        self._counts: memoryview | list[int] = counts_at(address, TALLY_BYTES // 4)
         words = words_at(address, TALLY_BYTES // 4)
         words[:] = 0
-        paced = words[PACE // 4 :: 2]
-        self._word, self._handed, self._hurried = words[:1], paced[HANDED:][:1], paced[HURRIED:][:1]
         words[BELL // 4 : PACE // 4] = np.array([self._bell.file, self._bell.one], np.int64).view(np.int32)
         self.pace = 0 if pace is None else address + PACE
         """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
         if pace is not None:
-            keep(paced, *pace)
+            keep(words[PACE // 4 :: 2], *pace)
 
     def queue(self, count: int) -> int:
         """The first number of so many more batches. Called in the order of the queue."""
         first, self.queued = self.queued + 1, self.queued + count
-        if _reaches(self.queued - _FAR, int(self._hurried[0])):
-            self._hurried[0] = self._handed[0]  # else what was hurried so long ago would look as if it were to come
+        if _reaches(self.queued - _FAR, self._counts[_HURRIED]):
+            # else what was hurried so long ago would look as if it were to come
+            self._counts[_HURRIED] = self._counts[_HANDED]
         return first
 
     def reached(self, number: int) -> bool:
         """Whether that many batches have moved. Never blocks."""
-        return _reaches(int(self._word[0]), number)
+        return _reaches(self._counts[0], number)
+
+    def was_handed(self, number: int) -> bool:
+        """Whether the device has been handed that many batches. Never blocks."""
+        return _reaches(self._counts[_HANDED], number)
 
     def handed(self, number: int, timeout_s: float) -> bool:
         """Whether the device has been handed that many batches; waits up to `timeout_s` seconds."""
         deadline = 0.0
-        while not _reaches(int(self._handed[0]), number):
+        while not self.was_handed(number):
             deadline = deadline or time.monotonic() + timeout_s
             if not self._bell.heard(deadline - time.monotonic()):
                 return False
@@ -117,20 +123,20 @@ class Tally:
     def hurry(self, number: int) -> None:
         """Somebody waits until the device has been handed that batch, so that no pace is kept before it."""
         if not self.hurries(number):
-            self._hurried[0] = np.uint32(number).view(np.int32)
+            self._counts[_HURRIED] = number & _MOST
 
     def hurries(self, number: int) -> bool:
         """Whether that batch is, or was, to be handed over without a pace."""
-        return _reaches(int(self._hurried[0]), number)
+        return _reaches(self._counts[_HURRIED], number)
 
     def passed_over(self, number: int) -> None:
         """The device counts that batch though it has not been handed it, and never will be."""
-        self._handed[0] = np.uint32(number).view(np.int32)
+        self._counts[_HANDED] = number & _MOST
         self._bell.ring()
 
     def close(self) -> None:
         """Nobody waits any more; who asks gets what the count came to, also once its memory is given back."""
-        self._word, self._handed, self._hurried = self._word.copy(), self._handed.copy(), self._hurried.copy()
+        self._counts = list(self._counts)
         self._bell.close()
 
 
@@ -167,6 +173,8 @@ class Wave(Awaited):
         self.tally = tally
         self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
         """For each of them the code with which the device has refused it; 0 = none so far."""
+        self.codes = self.errors.data
+        """The same, for who reads one."""
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = Latch()
@@ -268,17 +276,32 @@ class CudaFlight:
     @property
     def refusal(self) -> int:
         """The first error code with which the device refused some of it; 0 = none so far."""
-        errors = self.wave.errors
-        return next((code for place in self._places if (code := int(errors[place]))), 0) if errors.any() else 0
+        codes = self.wave.codes
+        for place in self._places:
+            if codes[place]:
+                return int(codes[place])
+        return 0
 
-    def hold(self, stream: Callable[[], int], driver: Driver) -> None:
-        """Have the stream that `stream` names wait for it, if it has not moved yet.
+    def hold(self, stream: Callable[[], int], driver: Driver) -> bool:
+        """Have the stream that `stream` names wait for it, if it has not moved yet; False where the device has not been
+        handed it.
 
-        Only once the device has it: a thread whose launches wait in a full queue keeps the driver to itself, and then
-        what they wait for could never be handed over.
+        Nothing is done then: a thread whose launches wait in a full queue keeps the driver to itself, and what they
+        wait for could never be handed over.
         """
-        if not (self.done or self.refusal):
-            driver.stream_waits_for_value(stream(), self.wave.tally.address, self.number)
+        wave = self.wave
+        if wave.done:
+            return True
+        if not wave.queued.is_set():
+            return False
+        tally, number = wave.tally, self.number
+        if tally.reached(number):
+            return True
+        if not (wave.issued.is_set() or tally.was_handed(number)):
+            return False
+        if not self.refusal:
+            driver.stream_waits_for_value(stream(), tally.address, number)
+        return True
 
 
 class Mark(Awaited):

@@ -29,8 +29,6 @@ class CudaGate(CpuGate):
         self._driver = driver
         self._current_stream = current_stream or torch_stream
         self._flights: dict[int, list[CudaFlight]] = {}
-        self._under_way: list[tuple[Mapping[int, int], CudaFlight]] = []
-        """What was under way as the gates were armed: for each the part that a layer waits for."""
 
     def arm(self, flights: Mapping[int, int]) -> None:
         """Close each layer's gate until a device has been handed that many flights, or they have ended.
@@ -38,18 +36,20 @@ class CudaGate(CpuGate):
         Raises BadTransition while one is closed.
         """
         with self._changed:
-            closed = [layer for layer, ours in self._flights.items() if not _handed(ours)]
-            closed += [layer for parts, ours in self._under_way if not ours.handed() for layer in parts]
+            closed = [layer for layer, ours in self._flights.items() if not all(map(CudaFlight.handed, ours))]
             if closed:
                 raise BadTransition(f"the gates of layers {closed} are still closed; wait for them or reset first")
             super().arm(flights)
-            self._flights, self._under_way = {}, []
+            self._flights = {}
 
     def arm_behind(self, flights: Mapping[int, int], under_way: Sequence[tuple[Mapping[int, int], Flight]]) -> None:
-        """As `Gate` says; what a layer waits for of a device's flights is looked up when it waits."""
+        """As `Gate` says; what a device has been given already is not counted but looked up by who waits."""
         with self._changed:
             super().arm_behind(flights, [(parts, one) for parts, one in under_way if not isinstance(one, CudaFlight)])
-            self._under_way = [(parts, one) for parts, one in under_way if isinstance(one, CudaFlight)]
+            for parts, one in under_way:
+                if isinstance(one, CudaFlight):
+                    for layer, nth in parts.items():
+                        self._flights.setdefault(layer, []).append(one.part(nth))
 
     def open(self, layer: int, after: Flight) -> None:
         """Count `after` against the layer's gate. Returns at once."""
@@ -75,31 +75,30 @@ class CudaGate(CpuGate):
 
         Raises DeadlineExceeded after `timeout_s` seconds.
         """
-        epoch, blocked = self._epoch, 0.0
-        closed = layer in self._missing
-        flights = self._of(layer)
-        if closed or not _handed(flights):
-            start = time.monotonic()
-            super().wait(layer, timeout_s)
-            flights = self._of(layer)
-            for flight in flights:
-                self._sleep(flight, layer, epoch, start + timeout_s)
-            blocked = time.monotonic() - start
+        epoch = self._epoch
+        if layer not in self._missing and self._held(layer):
+            return 0.0
+        start = time.monotonic()
+        super().wait(layer, timeout_s)
+        for flight in self._flights.get(layer, ()):
+            self._sleep(flight, layer, epoch, start + timeout_s)
+        blocked = time.monotonic() - start
         if epoch == self._epoch:
-            for flight in flights:
-                flight.hold(self._current_stream, self._driver)
+            self._held(layer)
         return blocked
 
     def reset(self) -> None:
         """Open every gate and forget what was armed; late flights of the old arming change nothing."""
         with self._changed:
-            self._flights, self._under_way = {}, []
+            self._flights = {}
             super().reset()
 
-    def _of(self, layer: int) -> list[CudaFlight]:
-        """What a layer waits for."""
-        parts = [flight.part(parts[layer]) for parts, flight in self._under_way if layer in parts]
-        return [*self._flights.get(layer, ()), *parts]
+    def _held(self, layer: int) -> bool:
+        """Have the caller's stream wait for what the device has of a layer's copies; whether it has them all."""
+        handed = True
+        for flight in self._flights.get(layer, ()):
+            handed = flight.hold(self._current_stream, self._driver) and handed
+        return handed
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
         while not flight.handed(max(0.0, min(deadline - time.monotonic(), _LOOK_AGAIN_S))) and epoch == self._epoch:
@@ -162,7 +161,3 @@ class FlagGate(Gate):
     def _set(self, layer: int) -> None:
         if self._host.is_open(layer):
             self._flags[layer] = 1
-
-
-def _handed(flights: Sequence[CudaFlight]) -> bool:
-    return all(map(CudaFlight.handed, flights))
