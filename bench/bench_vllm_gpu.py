@@ -299,9 +299,8 @@ def rivals_of(engines, args):
     return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
 
 
-def mixed(engines, args, results):
+def mixed(rivals, args, results):
     """Decodes beside hits, the engines with a connector in turn."""
-    rivals = rivals_of(engines, args)
     rounds = {engine.name: [] for engine in rivals}
     for _, engine in turns(rivals, 2):
         rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
@@ -313,7 +312,7 @@ def mixed(engines, args, results):
 
 def arrivals(engines, args, results):
     """Poisson arrivals, the engines with a connector in turn at the same ones; a first round warms up."""
-    engines, order = rivals_of(engines, args), {"do": "poisson", **ARRIVALS}
+    order = {"do": "poisson", **ARRIVALS}
     for engine in engines:
         engine(**order, rate=args.rates[0][0], seed=0)
     for nth, (rate, seed) in enumerate(args.rates):
@@ -373,9 +372,11 @@ def measured(engines, args, results):
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
     for name, phase in (("hits", hits), ("mixed", mixed), ("poisson", arrivals)):
-        if name in args.phases and not results.over:
+        left = [engine for engine in alive if not engine.dead]
+        chosen = left if phase is hits else rivals_of(left, args)
+        if name in args.phases and chosen and not results.over:
             try:
-                phase([engine for engine in alive if not engine.dead], args, results)
+                phase(chosen, args, results)
             except RuntimeError as error:
                 results.put("failed", name, str(error))
     for engine in engines:
