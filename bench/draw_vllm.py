@@ -24,7 +24,7 @@ def hits_of(facts):
     """Shape to engine to the median TTFT in ms of a hit from the host."""
     shapes = {}
     for key, entry in facts["hits"].items():
-        name, shape = key.split()
+        name, shape = key.rsplit(maxsplit=1)
         shapes.setdefault(shape, {})[name] = entry["hit"]["median_ms"]
     return shapes
 
