@@ -24,6 +24,7 @@ from layercast.move import cuda_gates
 from layercast.move.costs import Costs, Direction
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_driver import DEVICE, Calls
+from layercast.move.cuda_hold import plain_hold
 from layercast.move.cuda_issue import Issue, plain_issue
 from layercast.move.kernels.pieces import PieceKernel
 
@@ -193,6 +194,7 @@ class AsyncDevice(HostDevice):
             mock.patch.object(memory, "device_holding", return_value=self.device),
             mock.patch.object(memory.CudaMover, "of", mover_of),
             mock.patch.object(cuda_gates, "torch_stream", return_value=stream),
+            mock.patch.object(cuda_gates, "best_hold", plain_hold),
         ):
             yield
 

@@ -19,6 +19,7 @@ from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave, moving
 from layercast.move.cuda_gates import CudaGate, FlagGate
+from layercast.move.cuda_hold import OVER, plain_hold
 from layercast.move.cuda_issue import TALLY_BYTES, plain_issue
 from layercast.move.cuda_program import Program
 from layercast.move.flights import HostFlight
@@ -29,9 +30,25 @@ from layercast.testing.gate_laws import GateLaws
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
 
 
+def gate_of(device):
+    """One whose forwards run on stream 99."""
+    return CudaGate(device, lambda: 99, plain_hold(device.calls))
+
+
+def held_by(device):
+    """The numbers that stream 99 was made to wait for."""
+    return [entry[3] for entry in device.log if entry[:2] == ("hold", 99)]
+
+
+def not_learned_of(flight):
+    """As if the host had not learned of its end yet."""
+    flight.wave._over = Latch()
+    flight.wave.words[OVER] = 0
+
+
 class TestCudaGate(GateLaws):
     def make_gate(self):
-        return CudaGate(HostDevice(), lambda: 1)
+        return gate_of(HostDevice())
 
 
 class TestFlagGate(GateLaws):
@@ -58,12 +75,12 @@ def batch(device):
 
 
 def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, mover, batch):
-    gate = CudaGate(device, lambda: 99)
+    gate = gate_of(device)
     gate.arm({0: 1})
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     flight = mover.submit(batch)
     flight.wave.wait(SOON_S)
-    flight.wave._over = Latch()  # as if the host had not learned of it yet
+    not_learned_of(flight)
     word[0] = -1
     gate.open(0, flight)
     timer = threading.Timer(BRIEF_S, word.fill, [flight.number])
@@ -73,31 +90,31 @@ def test_the_callers_stream_waits_for_a_copy_that_has_not_moved_yet(device, move
     assert ("hold", 99, word.ctypes.data, flight.number, 0) in device.log
 
 
-def test_a_layer_waits_for_its_part_of_what_was_under_way_and_for_what_came_later(device, mover, batch):
-    gate = CudaGate(device, lambda: 99)
+def test_a_layer_waits_for_its_part_of_what_was_under_way_and_for_what_came_later(device, mover, batch, monkeypatch):
+    gate = gate_of(device)
     word = words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)
     (series,) = mover.submit_all([Series(batch, np.zeros((2, 2), np.int64), (0, 1))])
     late = mover.submit(batch)
     late.wave.wait(SOON_S)
     for flight in (series, late):
-        flight.wave._over = Latch()  # as if the host had not learned of it yet
+        not_learned_of(flight)
     word[0] = -1
     gate.arm_behind({1: 1}, [({0: 0, 1: 1}, series)])
     with pytest.raises(DeadlineExceeded):
         gate.wait(1, BRIEF_S)
     gate.open(1, late)
-    held = []
-    gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told[-1]))
+    device.log.clear()
+    monkeypatch.setattr(device, "_until", lambda *_: None)
     for layer, wanted in (0, [series.part(0)]), (1, [series.part(1), late]), (2, []):
         gate.wait(layer, SOON_S)
-        assert sorted(held) == [flight.number for flight in wanted]
-        held.clear()
+        assert sorted(held_by(device)) == [flight.number for flight in wanted]
+        device.log.clear()
     gate.reset()
     gate.wait(1, SOON_S)
-    assert not held
+    assert not held_by(device)
 
 
-@pytest.mark.parametrize("make", [CpuGate, lambda: CudaGate(HostDevice(), lambda: 1)])
+@pytest.mark.parametrize("make", [CpuGate, lambda: gate_of(HostDevice())])
 def test_gates_that_are_armed_behind_flights_of_the_host_open_as_these_end(make):
     gate, flight = make(), HostFlight()
     gate.arm_behind({}, [({0: 0, 1: 1}, flight)])
@@ -108,7 +125,7 @@ def test_gates_that_are_armed_behind_flights_of_the_host_open_as_these_end(make)
 
 
 def test_nothing_waits_for_a_copy_that_has_moved(device, mover, batch):
-    gate = CudaGate(device, lambda: 99)
+    gate = gate_of(device)
     gate.arm({0: 1})
     flight = mover.submit(batch)
     gate.open(0, flight)
@@ -118,7 +135,7 @@ def test_nothing_waits_for_a_copy_that_has_moved(device, mover, batch):
 
 
 def test_what_a_closed_mover_has_moved_is_not_looked_for_in_memory_that_it_has_given_back(device, batch, monkeypatch):
-    mover, gate = CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1), CudaGate(device, lambda: 99)
+    mover, gate = CudaMover(device, None, plain_issue(device.calls, (0, 0)), lambda: 1), gate_of(device)
     gate.arm({0: 1})
     gate.open(0, flight := mover.submit(batch))
     mover.close(SOON_S)
@@ -131,7 +148,7 @@ def test_what_a_closed_mover_has_moved_is_not_looked_for_in_memory_that_it_has_g
 
 
 def test_a_copy_that_is_not_issued_yet_blocks_the_caller_until_its_deadline(device, mover, batch):
-    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate, arrival = gate_of(device), HostFlight()
     gate.arm({0: 1})
     gate.open(0, mover.submit(batch, after=[arrival]))
     with pytest.raises(DeadlineExceeded, match="0"):
@@ -145,7 +162,7 @@ def test_a_copy_that_is_not_issued_yet_blocks_the_caller_until_its_deadline(devi
 
 
 def test_reset_lets_a_caller_through_that_waits_for_a_copy_to_be_issued(device, mover, batch):
-    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate, arrival = gate_of(device), HostFlight()
     gate.arm({0: 1})
     gate.open(0, mover.submit(batch, after=[arrival]))
     timer = threading.Timer(BRIEF_S, gate.reset)
@@ -203,7 +220,7 @@ class Watched(dict):
 
 def test_at_any_time_what_a_gate_misses_and_what_has_come_make_up_all(device, mover, batch):
     """A caller looks without a lock."""
-    gate, seen = CudaGate(device, lambda: 99), []
+    gate, seen = gate_of(device), []
     gate.arm({0: 3})
     gate._missing = Watched(
         gate._missing, changed=lambda: seen.append((dict(gate._missing).get(0, 0), len(gate._flights.get(0, ()))))
@@ -212,17 +229,19 @@ def test_at_any_time_what_a_gate_misses_and_what_has_come_make_up_all(device, mo
     assert seen == [(2, 1), (1, 2), (0, 3)]
 
 
-def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_flight(device, mover, batch):
-    gate, flight, held = CudaGate(device, lambda: 99), mover.submit(batch), []
+def test_a_gate_that_opens_while_a_caller_looks_at_it_is_not_passed_without_its_flight(
+    device, mover, batch, monkeypatch
+):
+    gate, flight = gate_of(device), mover.submit(batch)
     gate.arm({0: 1})
     flight.wave.wait(SOON_S)
-    flight.wave._over = Latch()  # as if the host had not learned of it yet
+    not_learned_of(flight)
     words_at(mover._arm(Direction.LOCAL).lane.tally.address, 1)[0] = -1
     opens = iter([lambda: gate.open(0, flight)])
     gate._missing = Watched(gate._missing, looked=lambda: next(opens, lambda: None)())
-    gate._driver = SimpleNamespace(stream_waits_for_value=lambda *told: held.append(told))
+    monkeypatch.setattr(device, "_until", lambda *_: None)
     gate.wait(0, SOON_S)
-    assert [number for *_, number in held] == [flight.number]
+    assert held_by(device) == [flight.number]
 
 
 @pytest.fixture
@@ -244,7 +263,7 @@ def copied(device, tally):
 
 def test_a_caller_launches_nothing_behind_a_copy_that_the_device_has_not_been_handed(device, copied):
     """Launches that fill a device's queue keep its driver to themselves, so the copy would never be handed over."""
-    gate, (flight, hand_over) = CudaGate(device, lambda: 99), copied
+    gate, (flight, hand_over) = gate_of(device), copied
     gate.arm({0: 1})
     gate.open(0, flight)
     with pytest.raises(DeadlineExceeded, match="layer 0"):
@@ -256,9 +275,10 @@ def test_a_caller_launches_nothing_behind_a_copy_that_the_device_has_not_been_ha
     assert not any(entry[:2] == ("hold", 99) for entry in device.log), "the device has counted it"
 
 
-def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_a_pace(device, tally):
-    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 5, Event(0, lambda _: None))
-    batch, gate._driver = CudaFlight(wave, [0, 2, 3]), SimpleNamespace(stream_waits_for_value=lambda *_: None)
+def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_a_pace(device, tally, monkeypatch):
+    gate, wave = gate_of(device), Wave(device, tally, 5, Event(0, lambda _: None))
+    batch = CudaFlight(wave, [0, 2, 3])
+    monkeypatch.setattr(device, "_until", lambda *_: None)
     wave.queue()
     gate.arm_behind({}, [({0: 0, 1: 1, 2: 2}, batch)])
     tally.passed_over(wave.number(0))
@@ -307,7 +327,7 @@ def test_a_batch_has_been_handed_over_once_as_many_have(steps, start):
 
 
 def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, mover, batch):
-    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate, arrival = gate_of(device), HostFlight()
     gate.arm({0: 1})
     gate.open(0, mover.submit(batch, after=[arrival]))
     timer = threading.Timer(BRIEF_S, arrival.fail, [ConnectionError("gone")])
@@ -317,7 +337,7 @@ def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, m
 
 
 def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(device, mover, batch):
-    gate, arrival = CudaGate(device, lambda: 99), HostFlight()
+    gate, arrival = gate_of(device), HostFlight()
     gate.arm({0: 1})
     gate.open(0, mover.submit(batch, after=[arrival]))
     device.failing["wait"] = 700
@@ -327,7 +347,7 @@ def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(
 
 
 def test_a_copy_that_the_device_will_never_count_holds_no_forward_up(device, copied):
-    gate, (flight, hand_over) = CudaGate(device, lambda: 99), copied
+    gate, (flight, hand_over) = gate_of(device), copied
     gate.arm({0: 1})
     gate.open(0, flight)
     device.failing["write"] = 1

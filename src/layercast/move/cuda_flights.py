@@ -21,12 +21,13 @@ from layercast.landing import Landing, Latch
 from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
+from layercast.move.cuda_hold import ERRORS, FIRST, LATER, OVER, REFUSED, Hold
 from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
 from layercast.move.cuda_pace import HANDED, HURRIED, keep
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time
-from layercast.move.words import counts_at, words_at
+from layercast.move.words import address_of, counts_at, words_at
 
 _MOST, _FAR = 0xFFFFFFFF, 1 << 30
 _HANDED, _HURRIED = PACE // 4 + 2 * HANDED, PACE // 4 + 2 * HURRIED
@@ -171,10 +172,13 @@ class Wave(Awaited):
     def __init__(self, driver: Driver, tally: Tally, count: int, event: Event) -> None:
         super().__init__(driver, event)
         self.tally = tally
-        self.errors: npt.NDArray[np.int64] = np.zeros(count, np.int64)
+        self.words: npt.NDArray[np.int64] = np.zeros(ERRORS + count, np.int64)
+        """What a stream that is to wait is told from (see `cuda_hold`)."""
+        self.errors = self.words[ERRORS:]
         """For each of them the code with which the device has refused it; 0 = none so far."""
         self.codes = self.errors.data
         """The same, for who reads one."""
+        self.address = address_of(self.words)
         self.first = 0
         """The number of the first, from when `queued` is set."""
         self.queued = Latch()
@@ -194,8 +198,12 @@ class Wave(Awaited):
 
     def queue(self) -> None:
         """Take the next numbers of the lane. Called in the order of its queue."""
-        self.first = self.tally.queue(len(self.errors))
+        self.words[FIRST] = self.first = self.tally.queue(len(self.errors))
         self.queued.set()
+
+    def _end(self, error: BaseException | None) -> None:
+        self.words[OVER] = 1
+        super()._end(error)
 
 
 class CudaFlight:
@@ -282,26 +290,17 @@ class CudaFlight:
                 return int(codes[place])
         return 0
 
-    def hold(self, stream: Callable[[], int], driver: Driver) -> bool:
-        """Have the stream that `stream` names wait for it, if it has not moved yet; False where the device has not been
-        handed it.
+    def hold(self, hold: Hold, stream: int) -> bool:
+        """Have a stream wait for it, if it has not moved yet; False where the device has not been handed it.
 
         Nothing is done then: a thread whose launches wait in a full queue keeps the driver to itself, and what they
         wait for could never be handed over.
         """
         wave = self.wave
-        if wave.done:
-            return True
-        if not wave.queued.is_set():
-            return False
-        tally, number = wave.tally, self.number
-        if tally.reached(number):
-            return True
-        if not (wave.issued.is_set() or tally.was_handed(number)):
-            return False
-        if not self.refusal:
-            driver.stream_waits_for_value(stream(), tally.address, number)
-        return True
+        code = hold(wave.address, wave.tally.address, self._places[-1], stream)
+        if code >= REFUSED:
+            wave.driver.check("cuStreamWaitValue32", code - REFUSED)
+        return code != LATER
 
 
 class Mark(Awaited):

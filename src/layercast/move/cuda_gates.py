@@ -11,6 +11,7 @@ from layercast.move.base import Flight, Gate
 from layercast.move.cuda import torch_stream
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_flights import CudaFlight
+from layercast.move.cuda_hold import Hold, best_hold
 from layercast.move.gates import CpuGate
 from layercast.move.words import words_at
 
@@ -24,9 +25,11 @@ class CudaGate(CpuGate):
     A flight that is not the device's (bytes from a peer) is waited for by the caller, as on a CPU.
     """
 
-    def __init__(self, driver: Driver, current_stream: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, driver: Driver, current_stream: Callable[[], int] | None = None, hold: Hold | None = None
+    ) -> None:
         super().__init__()
-        self._driver = driver
+        self._hold = hold or best_hold(driver.calls)
         self._current_stream = current_stream or torch_stream
         self._flights: dict[int, list[CudaFlight]] = {}
 
@@ -95,9 +98,11 @@ class CudaGate(CpuGate):
 
     def _held(self, layer: int) -> bool:
         """Have the caller's stream wait for what the device has of a layer's copies; whether it has them all."""
-        handed = True
-        for flight in self._flights.get(layer, ()):
-            handed = flight.hold(self._current_stream, self._driver) and handed
+        handed, flights = True, self._flights.get(layer)
+        if flights is not None:
+            stream = self._current_stream()
+            for flight in flights:
+                handed = flight.hold(self._hold, stream) and handed
         return handed
 
     def _sleep(self, flight: CudaFlight, layer: int, epoch: int, deadline: float) -> None:
