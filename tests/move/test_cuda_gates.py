@@ -316,6 +316,23 @@ def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, m
     timer.join()
 
 
+def test_no_stream_waits_for_a_copy_that_fails_before_it_has_a_number_while_a_caller_looks_at_it(device, tally):
+    """The number that it would have had by its place alone is another's, or nobody's."""
+    gate, wave = CudaGate(device, lambda: 99), Wave(device, tally, 2, Event(0, lambda _: None))
+
+    def fails():
+        wave.fail(ConnectionError("gone"))
+        wave.issued.set()
+        wave.queued.set()
+        return True
+
+    gate.arm_behind({}, [({0: 1}, CudaFlight(wave, [0, 1]))])
+    wave.queued.is_set = lambda: Latch.is_set(wave.queued) or fails()
+    gate.wait(0, SOON_S)
+    assert isinstance(wave.error, ConnectionError)
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)
+
+
 def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(device, mover, batch):
     gate, arrival = CudaGate(device, lambda: 99), HostFlight()
     gate.arm({0: 1})

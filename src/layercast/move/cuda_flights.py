@@ -290,6 +290,7 @@ class CudaFlight:
         wait for could never be handed over.
         """
         wave = self.wave
+        issued = wave.issued.is_set()  # asked first: what fails before it has a number is issued once it has ended
         if wave.done:
             return True
         if not wave.queued.is_set():
@@ -297,7 +298,7 @@ class CudaFlight:
         tally, number = wave.tally, self.number
         if tally.reached(number):
             return True
-        if not (wave.issued.is_set() or tally.was_handed(number)):
+        if not (issued or tally.was_handed(number)):
             return False
         if not self.refusal:
             driver.stream_waits_for_value(stream(), tally.address, number)
