@@ -269,6 +269,21 @@ def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_
     assert [tally.hurries(wave.number(place)) for place in range(5)] == [True, True, True, True, False]
 
 
+def test_a_batch_that_fails_while_a_caller_waits_for_its_number_hurries_no_other(device, tally):
+    wave = Wave(device, tally, 5, Event(0, lambda _: None))
+
+    def fails():
+        wave.fail(ConnectionError("gone"))
+        wave.issued.set()
+        wave.queued.set()
+
+    timer = threading.Timer(BRIEF_S, fails)
+    timer.start()
+    assert CudaFlight(wave, [4]).handed(SOON_S)
+    timer.join()
+    assert not any(tally.hurries(number) for number in range(1, 6))
+
+
 @pytest.mark.parametrize("hurried", [(), (0,), (3, 9)])
 def test_what_was_hurried_long_ago_hurries_nothing_that_comes_later(tally, hurried):
     """However many batches a lane counts meanwhile."""
