@@ -263,10 +263,9 @@ class CudaFlight:
         if wave.issued.is_set() or wave.done:
             return True
         deadline = time.monotonic() + timeout_s
-        if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
-            return False
-        if wave.issued.is_set():  # or it has failed, and its number is another's
-            return True
+        numbered = wave.queued.is_set() or wave.queued.wait(timeout_s)
+        if not numbered or wave.issued.is_set():  # or it has failed, and its number is another's
+            return numbered
         if timeout_s:
             wave.tally.hurry(wave.number(self._last))
         return wave.tally.handed(self.number, deadline - time.monotonic())
@@ -293,10 +292,8 @@ class CudaFlight:
         """
         wave = self.wave
         issued = wave.issued.is_set()  # asked first: what fails before it has a number is issued once it has ended
-        if wave.done:
-            return True
-        if not wave.queued.is_set():
-            return False
+        if wave.done or not wave.queued.is_set():
+            return wave.done
         tally, number = wave.tally, self.number
         if tally.reached(number):
             return True
