@@ -79,7 +79,7 @@ class NullDevice(HostDevice):
         self._kept = write, copies
         written = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 4)(write.address)
         noted = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 8)(copies.address)
-        sizes = {"copy": 4, "record": 2, "wait": 3, "launch": 11, "hold": 4}
+        sizes = {"copy": 4, "record": 2, "wait": 3, "sleep": 1, "finish": 1, "launch": 11, "hold": 4}
         self.calls = Calls(**{name: nothing(n) for name, n in sizes.items()}, write=written, copy_batch=noted)
 
 

@@ -111,6 +111,15 @@ class AsyncDevice(HostDevice):
         stream, _ = super()._wait(stream, event, flags)
         return stream, partial(self._until, partial(self._has_happened, event, self._recorded[event]))
 
+    def _sleep(self, event: int):
+        super()._sleep(event)
+        return CALLER, partial(self._until, partial(self._has_happened, event, self._recorded[event]))
+
+    def _finish(self, stream: int):
+        done = threading.Event()
+        self._do(stream, done.set)
+        return CALLER, partial(self._until, done.is_set)
+
     def _has_happened(self, event: int, nth: int) -> bool:
         return not nth or (event, nth) in self._happened
 
@@ -140,10 +149,6 @@ class AsyncDevice(HostDevice):
     def happened(self, event: int) -> bool:
         with self._driver:
             return self._has_happened(event, self._recorded[event])
-
-    def sleep_until(self, event: int) -> None:
-        super().sleep_until(event)
-        self._until(partial(self._has_happened, event, self._recorded[event]))
 
     def stream(self, *, urgent: bool) -> int:
         stream = super().stream(urgent=urgent)

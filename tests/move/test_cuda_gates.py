@@ -289,6 +289,21 @@ def test_a_caller_that_waits_for_a_part_has_its_whole_batch_handed_over_without_
     assert [tally.hurries(wave.number(place)) for place in range(5)] == [True, True, True, True, False]
 
 
+def test_a_batch_that_fails_while_a_caller_waits_for_its_number_hurries_no_other(device, tally):
+    wave = Wave(device, tally, 5, Event(0, lambda _: None))
+
+    def fails():
+        wave.fail(ConnectionError("gone"))
+        wave.issued.set()
+        wave.queued.set()
+
+    timer = threading.Timer(BRIEF_S, fails)
+    timer.start()
+    assert CudaFlight(wave, [4]).handed(SOON_S)
+    timer.join()
+    assert not any(tally.hurries(number) for number in range(1, 6))
+
+
 @pytest.mark.parametrize("hurried", [(), (0,), (3, 9)])
 def test_what_was_hurried_long_ago_hurries_nothing_that_comes_later(tally, hurried):
     """However many batches a lane counts meanwhile."""
@@ -334,6 +349,23 @@ def test_a_copy_that_will_never_be_handed_over_lets_its_caller_through(device, m
     timer.start()
     assert gate.wait(0, SOON_S) < SOON_S
     timer.join()
+
+
+def test_no_stream_waits_for_a_copy_that_fails_before_it_has_a_number_while_a_caller_looks_at_it(device, tally):
+    """The number that it would have had by its place alone is another's, or nobody's."""
+    gate, wave = gate_of(device), Wave(device, tally, 2, Event(0, lambda _: None))
+
+    def fails():
+        wave.fail(ConnectionError("gone"))
+        wave.issued.set()
+        wave.queued.set()
+        return True
+
+    gate.arm_behind({}, [({0: 1}, CudaFlight(wave, [0, 1]))])
+    wave.queued.is_set = lambda: Latch.is_set(wave.queued) or fails()
+    gate.wait(0, SOON_S)
+    assert isinstance(wave.error, ConnectionError)
+    assert not any(entry[:2] == ("hold", 99) for entry in device.log)
 
 
 def test_a_copy_that_a_lost_device_will_never_be_handed_lets_its_caller_through(device, mover, batch):

@@ -242,6 +242,14 @@ class Launching(HostDevice):
         self.seen.append(("wait", stream, event))
         return stream, lambda: None
 
+    def _sleep(self, event):
+        self.seen.append(("sleep", event))
+        return 0, lambda: None
+
+    def _finish(self, stream):
+        self.seen.append(("finish", stream))
+        return 0, lambda: None
+
 
 @pytest.fixture(scope="module", params=LOOPS)
 def launching(request):
@@ -322,6 +330,21 @@ def test_a_launch_that_cannot_be_waited_for_has_failed(launching, call):
     launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
     launching.failing = {}
     assert errors.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("call", ["record", "wait"])
+def test_a_launch_behind_which_no_stream_can_be_put_is_over_before_it_is_counted(launching, call):
+    program, errors, tally = Program(), np.zeros(2, np.int64), np.zeros(TALLY_BYTES // 8, np.int64)
+    tally[BELL // 8] = -1
+    values = program.hold(np.zeros((2, PARAMETERS), np.int64))
+    program.launches((77, 1, 1, 0), TURNS.address, values, 2, tally.ctypes.data)
+    launching.refused, launching.failing = {}, {call: 9}
+    launching.seen.clear()
+    launching.issue.run(program.table(), np.zeros(0, np.int64), errors, 100)
+    launching.failing = {}
+    over = {"record": [("finish", 3), ("finish", 4)], "wait": [("sleep", 1), ("sleep", 2)]}[call]
+    seen = [row[:2] for row in launching.seen if row[0] in ("launch", over[0][0], "count")]
+    assert seen == [("launch", 77), over[0], ("count", 100), ("launch", 77), over[1], ("count", 101)]
 
 
 def test_a_launch_that_is_everybodys_is_never_skipped_and_its_failure_is_everybodys(launching):

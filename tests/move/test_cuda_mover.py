@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -388,6 +389,39 @@ def test_a_batch_that_is_empty_or_refused_is_not_counted_before_what_another_way
     first.wait(SOON_S)
     assert second.wave.wait(SOON_S) is None
     mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("before", list(Way))
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("call", ["record", "wait"])
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_a_batch_behind_which_no_stream_can_be_put_has_not_ended_before_it_and_what_came_before_have_moved(
+    later, before, way, call, kinds
+):
+    """Blocks of a batch that has failed are given to others, so nothing may write them any more."""
+    mover, memory, words = mover_of(later, only(before)), DeviceMemory(later, kinds), np.zeros(2, np.int32)
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, b"x" * 4096)
+    first, second = [pieces_of(*((source + at, target + at, 32) for at in (at, at + 64))) for at in (0, 1024)]
+    (good,) = mover.submit_all([first], behind=[words.ctypes.data])
+    assert good.wave.issued.wait(SOON_S)
+    mover.prefer(only(way))
+    later.failing = {call: 1}
+    (bad,) = mover.submit_all([second], behind=[words.ctypes.data + 4])
+    time.sleep(BRIEF_S)
+    assert (good.done, bad.done) == (False, False)
+    words[0] = 1
+    time.sleep(BRIEF_S)
+    assert memory.read(target + 1024, 32) == bytes(32)
+    words[1] = 1
+    with suppress(DeviceFailed):  # where it had been counted before
+        bad.wait(SOON_S)
+    ended = memory.read(target + 1024, 32)
+    good.wait(SOON_S)
+    assert memory.read(target, 32) == b"x" * 32
+    later.failing = {}
+    mover.close(SOON_S)
+    assert memory.read(target + 1024, 32) == ended
 
 
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,)])

@@ -1,11 +1,14 @@
 """What the host writes for the kernel: by numpy and compiled, the same numbers."""
 
+import sys
+from types import FunctionType
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.move.kernels.pieces_host import BLOCK, PARAMETERS, compiled_scribe, plain_scribe
+from layercast.move.kernels.pieces_host import BLOCK, PARAMETERS, best_scribe, compiled_scribe, plain_scribe
 from layercast.testing.move_laws import pieces_of
 
 UNTOUCHED = -7
@@ -108,3 +111,9 @@ def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shi
 def test_a_kernel_may_copy_nothing_at_all(scribe):
     assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, True)
     assert scribe.spread(pieces_of().table, np.zeros(0, np.int64), 0) == (0, 0)
+
+
+def test_where_numba_is_not_installed_numpy_writes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    compiled_scribe.cache_clear()
+    assert all(isinstance(call, FunctionType) for call in best_scribe())

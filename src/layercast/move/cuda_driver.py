@@ -37,9 +37,11 @@ class Calls:
 
     copy(to, from, bytes, stream);
     copy_batch(to[], from[], bytes[], count, attributes, attribute indices, 1, stream);
-    record(event, stream); wait(stream, event, 0); launch(function, grid x, y, z, block x, y, z, shared bytes, stream,
-    parameters, 0); write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at
-    least `value`, where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy;
+    record(event, stream); wait(stream, event, 0);
+    sleep(event), finish(stream): block until it has happened, or all that the stream has is done;
+    launch(function, grid x, y, z, block x, y, z, shared bytes, stream, parameters, 0);
+    write and hold(stream, address, value, 0): set a 32-bit word in stream order, or wait until it is at least `value`,
+    where the difference of the two counts as signed; fetch(to, from, bytes): libc's memcpy;
     rest(microseconds): libc's usleep; ring and hear(file, address, bytes): libc's write and read (see `cuda_bell`).
     """
 
@@ -47,6 +49,8 @@ class Calls:
     copy_batch: Call
     record: Call
     wait: Call
+    sleep: Call
+    finish: Call
     launch: Call
     write: Call
     hold: Call
@@ -99,6 +103,8 @@ def _calls() -> Calls:
         copy_batch=batch or _typed("cuMemcpyBatchAsync", 8, library),
         record=_typed("cuEventRecord", 2, library),
         wait=_typed("cuStreamWaitEvent", 3, library),
+        sleep=_typed("cuEventSynchronize", 1, library),
+        finish=_typed("cuStreamSynchronize", 1, library),
         launch=_typed("cuLaunchKernel", 11, library),
         write=_typed("cuStreamWriteValue32_v2", 4, library),
         hold=_typed("cuStreamWaitValue32_v2", 4, library),
@@ -133,7 +139,6 @@ class Driver:
         # thread costs milliseconds.
         self._quick = ctypes.PyDLL(None, handle=self._lib._handle)
         self._query = _typed("cuEventQuery", 1, self._lib)
-        self._synchronize = _typed("cuEventSynchronize", 1, self._lib)
         self._hold = _typed("cuStreamWaitValue32_v2", 4, self._quick)
         self._record = _typed("cuEventRecord", 2, self._quick)
         self.bind()
@@ -202,7 +207,7 @@ class Driver:
 
     def sleep_until(self, event: int) -> None:
         """Block this thread, not the interpreter, until the event has happened."""
-        self.check("cuEventSynchronize", self._synchronize(event))
+        self.check("cuEventSynchronize", self.calls.sleep(event))
 
     def stream_waits_for_value(self, stream: int, address: int, value: int) -> None:
         """Hold the stream until the 32-bit word at `address` is at least `value`. May be captured in a graph."""

@@ -271,11 +271,12 @@ class CudaFlight:
         if wave.issued.is_set() or wave.done:
             return True
         deadline = time.monotonic() + timeout_s
-        if not (wave.queued.is_set() or wave.queued.wait(timeout_s)):
-            return False
+        numbered = wave.queued.is_set() or wave.queued.wait(timeout_s)
+        if not numbered or wave.issued.is_set():  # or it has failed, and its number is another's
+            return numbered
         if timeout_s:
             wave.tally.hurry(wave.number(self._last))
-        return wave.issued.is_set() or wave.tally.handed(self.number, deadline - time.monotonic())
+        return wave.tally.handed(self.number, deadline - time.monotonic())
 
     def promised(self, timeout_s: float) -> bool:
         """Wait until the device has it and has not refused it."""

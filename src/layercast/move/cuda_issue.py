@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layercast.move.cuda_behind import awaiting, recording
 from layercast.move.cuda_driver import ATTRIBUTES_BYTES, Calls
 from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
@@ -56,15 +57,17 @@ Errors = tuple[int, int]
 """Where owners' error codes lie, and how many they are: who sees a batch counted must see that it was refused."""
 Act = Callable[..., None]
 CodeOf = Callable[[Errors, int], int]
+Order = tuple[Callable[[int, int], int], Callable[[int, int], int]]
+"""What records an event, and what has a stream go on behind it (see `cuda_behind`)."""
 
 
 def plain_issue(calls: Calls, attributes: tuple[int, int]) -> Issue:
     """The loop in Python, over ctypes."""
     code_of = _code_of(calls)
     note = _noting(calls, code_of)
-    ended = _ending(_counting(calls), note)
+    ended, behind = _ending(_counting(calls), note), (recording(calls), awaiting(calls))
     batches = _batches(calls, _plain_copies(calls, attributes), code_of, ended)
-    loop = _loop(calls, batches, _launches(calls, code_of, ended), code_of, note)
+    loop = _loop(calls, batches, _launches(calls, behind, code_of, ended), behind, code_of, note)
     return Issue(_running(loop), _attending(calls, loop, 0), _lay)
 
 
@@ -81,8 +84,9 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     code_of = njit(_code_of(calls))
     note = njit(_noting(calls, code_of))
     ended = njit(_ending(njit(_counting(calls)), note))
-    batches, launches = njit(_batches(calls, copies, code_of, ended)), njit(_launches(calls, code_of, ended))
-    loop = njit(nogil=True)(_loop(calls, batches, launches, code_of, note))
+    behind = njit(recording(calls)), njit(awaiting(calls))
+    batches, launches = njit(_batches(calls, copies, code_of, ended)), njit(_launches(calls, behind, code_of, ended))
+    loop = njit(nogil=True)(_loop(calls, batches, launches, behind, code_of, note))
     attend, desk = njit(nogil=True)(_attending(calls, loop, LOOKS)), np.full(DESK_WORDS, -1, np.int64)
     table, nothing, lay = np.zeros((0, WIDTH), np.int64), np.zeros(0, np.int64), njit(_lay)
     attend(desk, 0)
@@ -300,10 +304,10 @@ def _batches(calls: Calls, copies: Callable[..., int], code_of: CodeOf, ended: A
     return run
 
 
-def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
+def _launches(calls: Calls, order: Order, code_of: CodeOf, ended: Act) -> Act:
     """(a row of launches, errors, first): one by one, in turn on the streams of a relay, each counted behind itself."""
-    launch, step, offsets = calls.launch, LAUNCH_BYTES, np.arange(0, LAUNCH_BYTES, 8)
-    record, wait, fetch = calls.record, calls.wait, calls.fetch
+    launch, fetch, step, offsets = calls.launch, calls.fetch, LAUNCH_BYTES, np.arange(0, LAUNCH_BYTES, 8)
+    recorded, awaited = order
 
     def run(row: Ints, errors: Errors, first: int) -> None:
         function, grid, threads, shared, relay, parameters = row[1], row[2], row[3], row[4], row[5], row[6]
@@ -317,17 +321,17 @@ def _launches(calls: Calls, code_of: CodeOf, ended: Act) -> Act:
                 pointers[:] = offsets + (parameters + step * nth)
                 code = launch(function, grid, 1, 1, threads, 1, 1, shared, words[turn], pointers.ctypes.data, 0)
                 if code == 0 and words[turn] != behind:
-                    code = record(words[3 + turn], words[turn])
+                    code = recorded(words[3 + turn], words[turn])
                     if code == 0:
-                        code = wait(behind, words[3 + turn], 0)
+                        code = awaited(behind, words[3 + turn])
             ended(code, behind, tally, first + number + nth, errors, whose)
 
     return run
 
 
-def _loop(calls: Calls, batches: Act, launches: Act, code_of: CodeOf, note: Act) -> Act:
+def _loop(calls: Calls, batches: Act, launches: Act, order: Order, code_of: CodeOf, note: Act) -> Act:
     """The loop over rows."""
-    record, wait, write, hold = calls.record, calls.wait, calls.write, calls.hold
+    write, hold, (recorded, awaited) = calls.write, calls.hold, order
     is_copies, is_launches, is_hold = int(Op.COPIES), int(Op.LAUNCHES), int(Op.HOLD)
     is_record, is_wait = int(Op.RECORD), int(Op.WAIT)
     few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
@@ -343,9 +347,9 @@ def _loop(calls: Calls, batches: Act, launches: Act, code_of: CodeOf, note: Act)
             elif op == is_launches:
                 launches(table[row], errors, first)
             elif op == is_record:
-                code = record(a, b)
+                code = recorded(a, b)
             elif op == is_wait:
-                code = wait(a, b, 0)
+                code = awaited(a, b)
             elif op != is_hold:
                 code = write(a, b, c, 0)
             elif code_of(errors, owner) == 0:
