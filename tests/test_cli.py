@@ -23,6 +23,14 @@ def test_the_version_is_printed():
     assert layercast("--version").stdout == f"layercast {__version__}\n"
 
 
+def test_a_disk_that_is_full_is_one_line():
+    ended = layercast("doctor", "--json", "/dev/full")
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "layercast: No space left on device; make room, or have it written elsewhere"
+    ]
+
+
 @pytest.mark.parametrize("command", ["doctor", "demo", "bench", "why"])
 def test_help_names_every_value_in_capitals_and_says_what_it_is_without_it(command):
     said = layercast(command, "--help", COLUMNS="80").stdout

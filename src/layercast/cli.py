@@ -3,6 +3,7 @@
 Engines are imported by the commands that need them, never when this module is.
 """
 
+import errno
 import os
 import sys
 import tempfile
@@ -339,6 +340,12 @@ def main() -> None:
         app()
     except LayercastError as error:
         print(f"layercast: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"layercast: {where}{error.strerror}; make room, or have it written elsewhere", file=sys.stderr)
         sys.exit(2)
 
 

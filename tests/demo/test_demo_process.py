@@ -11,6 +11,9 @@ from layercast.demo.process import jobs, process, say
 from layercast.errors import DeadlineExceeded, PeerLost, Refused
 
 
+KILLED = 1 << 20
+
+
 class Number(msgspec.Struct, frozen=True):
     value: int
 
@@ -22,6 +25,8 @@ def serve(connection, encoded):
             raise Refused(f"{job.value} is too small")
         if not job.value:
             os._exit(1)
+        if job.value == KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
         if job.value < setup.value:
             say(connection, Number(setup.value + job.value))
 
@@ -40,7 +45,11 @@ def test_a_process_answers_refuses_and_is_late_or_lost_by_name():
             child.receive(Number, 60)
     with process("other", serve, Number(1)) as child:
         child.send(Number(0))
-        with pytest.raises(PeerLost, match="the other process has died"):
+        with pytest.raises(PeerLost, match="the other process has died; its own words are above"):
+            child.receive(Number, 60)
+    with process("third", serve, Number(1)) as child:
+        child.send(Number(KILLED))
+        with pytest.raises(PeerLost, match="the third process has died; it was killed by SIGKILL; if for want of memory"):
             child.receive(Number, 60)
 
 

@@ -148,6 +148,28 @@ def test_a_full_store_takes_less(tmp_path):
         assert (outcome.done, "write fewer" in outcome.reason) == (False, True)
 
 
+def test_what_keeps_slots_from_being_written_is_said_once_until_some_are(store, caplog):
+    def heard():
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return said
+
+    with tier_over(store) as (tier, _):
+        blocked = store.folder / KEYS[0].hex()[:2]
+        for _ in range(2):
+            blocked.write_bytes(b"no folder")
+            copied(tier, False, (0, KEYS[:1], (0,)))
+            (said,) = heard()
+            assert said.startswith(f"not kept below the slab: {store.folder}: ")
+            copied(tier, False, (0, KEYS[:1], (0,)))
+            assert heard() == []
+            blocked.unlink()
+            assert copied(tier, False, (0, KEYS[:1], (0,))).done
+            assert heard() == []
+            store.evict(KEYS[:1])
+            blocked.rmdir()
+
+
 def test_copies_that_do_not_end_are_told_of_at_the_close(tmp_path):
     store = Stuck(tmp_path, 1 << 20)
     with tier_over(store) as (tier, _):

@@ -3,12 +3,13 @@
 import threading
 import time
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from layercast.config import Config
-from layercast.errors import DeadlineExceeded, LayercastError
+from layercast.errors import DeadlineExceeded, DeviceFailed, LayercastError
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
@@ -174,6 +175,21 @@ def test_a_late_layer_fails_its_own_request_and_the_others_land():
         (outcome,) = settle(worker).loads
         assert outcome.end is LoadEnd.LATE
         assert "layer 0" in outcome.reason
+
+
+def test_a_layer_that_a_device_does_not_let_wait_fails_the_loads_that_it_would_wait_for():
+    with worker_of(layerwise_prefetch_layers=8) as (worker, _, mover):
+        step = worker.begin(StepOrders(0, (load("good", [0, 1], [0, 1]),)))
+        assert not forward(step).failed
+        mover.valve.clear()
+        step = worker.begin(StepOrders(1, (load("refused", [2, 3], [2, 3]),)))
+        with mock.patch.object(worker.gates.gate, "wait", side_effect=DeviceFailed("cuStreamWaitValue32 failed: 1")):
+            step.wait(0)
+        mover.valve.set()
+        assert forward(step).failed == ("refused",)
+        (outcome,) = settle(worker).loads
+        assert outcome.end is LoadEnd.LOST
+        assert "layer 0 can't be waited for: cuStreamWaitValue32" in outcome.reason
 
 
 def test_a_step_that_ends_quiet_waits_for_the_copies_of_a_load_that_it_read_in_vain():

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -209,6 +210,26 @@ def test_a_folder_that_is_taken_away_is_absence_and_comes_back_with_the_next_wri
         read.read(0, 0, bytearray(8))
     put(store, 2)
     assert get(store, 2) == content(2, 1024)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no second disk that anybody may write to")
+def test_nothing_is_written_to_another_disk_that_lies_where_the_folder_was(tmp_path):
+    """As when a disk is unmounted: its place is on the one below it."""
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "place").symlink_to(tmp_path / "mounted")
+    store = FolderStore(tmp_path / "place", CAPACITY)
+    put(store, 1)
+    with TemporaryDirectory(dir="/dev/shm") as below:
+        assert os.stat(below).st_dev != os.stat(tmp_path).st_dev
+        (tmp_path / "place").unlink()
+        (tmp_path / "place").symlink_to(below)
+        with pytest.raises(FolderLost, match="another disk than at the start; mount that again"):
+            put(store, 2)
+        assert not [file for _, _, files in os.walk(below) for file in files]
+    (tmp_path / "place").unlink()
+    (tmp_path / "place").symlink_to(tmp_path / "mounted")
+    put(store, 2)
+    assert there(store, 1, 2) == [True, True]
 
 
 def test_a_folder_that_became_a_file_is_a_typed_failure(folder):

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import msgspec
@@ -20,18 +21,19 @@ END_S = 30.0
 
 
 class Process:
-    """The parent's end. name: what it is called in messages."""
+    """The parent's end. name: what it is called in messages. died: what became of it, once it is gone."""
 
-    def __init__(self, name: str, connection: Connection) -> None:
+    def __init__(self, name: str, connection: Connection, died: Callable[[], str]) -> None:
         self.name = name
         self._connection = connection
+        self._died = died
 
     def send(self, message: msgspec.Struct) -> None:
         """Returns at once. Raises PeerLost."""
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(message))
         except OSError as error:
-            raise PeerLost(f"the {self.name} process has died; its own words are above") from error
+            raise PeerLost(f"the {self.name} process has died; {self._died()}") from error
 
     def receive(self, kind: type[Message], timeout_s: float) -> Message:
         """The next message. Raises Refused, as the process was, DeadlineExceeded, PeerLost."""
@@ -40,7 +42,7 @@ class Process:
                 raise DeadlineExceeded(f"the {self.name} process said nothing for {timeout_s:g} s")
             refused, said = msgspec.msgpack.decode(self._connection.recv_bytes(), type=tuple[str, msgspec.Raw])
         except (EOFError, OSError) as error:
-            raise PeerLost(f"the {self.name} process has died; its own words are above") from error
+            raise PeerLost(f"the {self.name} process has died; {self._died()}") from error
         if refused:
             raise Refused(refused)
         return msgspec.msgpack.decode(said, type=kind)
@@ -62,7 +64,7 @@ def process(name: str, serve: Callable[[Connection, bytes], None], setup: msgspe
         signal.signal(signal.SIGINT, told)
     theirs.close()
     try:
-        yield Process(name, ours)
+        yield Process(name, ours, lambda: _end_of(child))
     except KeyboardInterrupt:
         child.kill()
         raise
@@ -88,6 +90,14 @@ def jobs(connection: Connection, kind: type[Message]) -> Iterator[Message]:
         except EOFError:
             return
         yield msgspec.msgpack.decode(encoded, type=kind)
+
+
+def _end_of(child: BaseProcess) -> str:
+    """What to look for, of a process whose end of the pipe is closed."""
+    child.join(END_S)
+    if child.exitcode is None or child.exitcode >= 0:
+        return "its own words are above"
+    return f"it was killed by {signal.Signals(-child.exitcode).name}; if for want of memory, free some and run again"
 
 
 def _child(serve: Callable[[Connection, bytes], None], connection: Connection, encoded: bytes) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from layercast.errors import DeadlineExceeded, Missing
+from layercast.errors import DeadlineExceeded, DeviceFailed, Missing
 from layercast.flow.orders import LoadEnd, LoadOrder, PushOrder, ReceiveOrder, StepOrders, StepReport
 from layercast.flow.runs import LoadRun, SaveRun
 from layercast.move.base import Flight
@@ -57,7 +57,10 @@ class LayerStep:
         return self._orders.step
 
     def wait(self, layer: int) -> None:
-        """Before the layer reads cached KV. Never raises; what is late by `layer_wait_ms` fails its request alone."""
+        """Before the layer reads cached KV. Never raises.
+
+        What is late by `layer_wait_ms`, or can't be waited for, fails its request alone.
+        """
         timeline, recording = self._timeline, self._timeline.on
         if not self._loads and not recording:
             return
@@ -70,6 +73,10 @@ class LayerStep:
             blocked = self._timeout_s
             for run in self._worker.gates.give_up(layer):
                 run.fail(LoadEnd.LATE, f"layer {layer} had not arrived after {self._timeout_s:g} s")
+        except DeviceFailed as error:
+            blocked = 0.0
+            for run in self._worker.gates.give_up(layer):
+                run.fail(LoadEnd.LOST, f"layer {layer} can't be waited for: {error}")
         if blocked:
             for run in self._loads:
                 if layer in run.layers:

@@ -44,6 +44,8 @@ class Tier:
         self._fetching = SideThread("layercast-fetch")
         self._spilling = SideThread("layercast-spill")
         self._jobs: list[tuple[TierOrder, Future[tuple[int, float]]]] = []
+        self._said = ""
+        """What was last said to keep slots from being written."""
 
     def begin(self, order: TierOrder) -> None:
         """Start an order; its slots are its own until its outcome is taken."""
@@ -55,7 +57,11 @@ class Tier:
         over = [(order, job) for order, job in self._jobs if job.done()]
         if over:
             self._jobs = [(order, job) for order, job in self._jobs if not job.done() or (order, job) not in over]
-        return tuple(_outcome(order, job) for order, job in over)
+        outcomes = tuple(_outcome(order, job) for order, job in over)
+        for outcome in outcomes:
+            if not outcome.fetch:
+                self._say(outcome.reason)
+        return outcomes
 
     @property
     def idle(self) -> bool:
@@ -76,6 +82,12 @@ class Tier:
         for side in (self._fetching, self._spilling):
             side.join()
         self._store.close()
+
+    def _say(self, reason: str) -> None:
+        """Warn of what keeps slots from being written, once until some are, or something else does."""
+        if reason and reason != self._said:
+            _log.warning("not kept below the slab: %s", reason)
+        self._said = reason
 
     def _timed(self, order: TierOrder, job: Callable[[KeyedSlots], int]) -> tuple[int, float]:
         start_s = time.perf_counter()

@@ -38,7 +38,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class FolderStore(Store):
     """At most `capacity` bytes of objects in `folder`, those being written included. clock: seconds, for leases.
 
-    The folder is made if need be, for its owner alone. Raises FolderLost where it can't be read.
+    The folder is made if need be, for its owner alone, and nothing is written once another disk lies there. Raises
+    FolderLost where it can't be read.
     """
 
     def __init__(self, folder: Path, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,6 +51,7 @@ class FolderStore(Store):
         """Bytes written since the folder was last looked at."""
         try:
             self._recount(_remove_if_left)
+            self._disk = os.stat(folder).st_dev
         except OSError as error:
             raise _typed(error, folder) from error
 
@@ -168,6 +170,8 @@ class FolderStore(Store):
         """An empty unfinished file, locked. One that a store which starts just now takes for left behind is lost to it,
         and another one is begun."""
         os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
+        if os.stat(self.folder).st_dev != self._disk:  # an unmounted one's place is on a disk that nobody named
+            raise FolderLost(f"{self.folder}: is on another disk than at the start; mount that again, or restart")
         while True:
             name = f"{final}.{secrets.token_hex(8)}{UNFINISHED}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
