@@ -26,9 +26,7 @@ def test_the_version_is_printed():
 def test_a_disk_that_is_full_is_one_line():
     ended = layercast("doctor", "--json", "/dev/full")
     assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [
-        "layercast: No space left on device; make room, or have it written elsewhere"
-    ]
+    assert ended.stderr.splitlines() == ["layercast: No space left on device; make room, or have it written elsewhere"]
 
 
 @pytest.mark.parametrize("command", ["doctor", "demo", "bench", "why"])

@@ -10,7 +10,6 @@ import pytest
 from layercast.demo.process import jobs, process, say
 from layercast.errors import DeadlineExceeded, PeerLost, Refused
 
-
 KILLED = 1 << 20
 
 
@@ -49,7 +48,7 @@ def test_a_process_answers_refuses_and_is_late_or_lost_by_name():
             child.receive(Number, 60)
     with process("third", serve, Number(1)) as child:
         child.send(Number(KILLED))
-        with pytest.raises(PeerLost, match="the third process has died; it was killed by SIGKILL; if for want of memory"):
+        with pytest.raises(PeerLost, match="the third process has died; it was killed by SIGKILL; if for want of"):
             child.receive(Number, 60)
 
 
