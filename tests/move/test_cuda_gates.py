@@ -193,6 +193,18 @@ def test_flags_are_set_by_the_device_or_by_the_last_flight(device, mover, batch)
     gate.close()
 
 
+def test_a_flight_that_ends_late_sets_no_flag_in_memory_that_was_given_back(device):
+    gate, flight = FlagGate(device, 1), HostFlight()
+    words = device.memory[gate.flag(0)][2]
+    gate.arm({0: 1})
+    gate.open(0, flight)
+    gate.close()
+    before = words.tobytes()
+    flight.land()
+    gate.reset()
+    assert words.tobytes() == before
+
+
 class Watched(dict):
     """What a gate keeps, as another thread sees it: `changed` is called behind each change, `looked` before a look."""
 

@@ -160,7 +160,8 @@ class FlagGate(Gate):
         self._flags[:] = 1
 
     def close(self) -> None:
-        """Give the flags' memory back. No graph that waits on them may run any more."""
+        """Give the flags' memory back. No graph that waits on them may run any more; flights may still end."""
+        self._flags = self._flags.copy()
         self._driver.drop_host_memory(self._base)
 
     def _set(self, layer: int) -> None:
