@@ -108,14 +108,10 @@ class Tally:
         """Whether that many batches have moved. Never blocks."""
         return _reaches(self._counts[0], number)
 
-    def was_handed(self, number: int) -> bool:
-        """Whether the device has been handed that many batches. Never blocks."""
-        return _reaches(self._counts[_HANDED], number)
-
     def handed(self, number: int, timeout_s: float) -> bool:
         """Whether the device has been handed that many batches; waits up to `timeout_s` seconds."""
         deadline = 0.0
-        while not self.was_handed(number):
+        while not _reaches(self._counts[_HANDED], number):
             deadline = deadline or time.monotonic() + timeout_s
             if not self._bell.heard(deadline - time.monotonic()):
                 return False
@@ -176,8 +172,6 @@ class Wave(Awaited):
         """What a stream that is to wait is told from (see `cuda_hold`)."""
         self.errors = self.words[ERRORS:]
         """For each of them the code with which the device has refused it; 0 = none so far."""
-        self.codes = self.errors.data
-        """The same, for who reads one."""
         self.address = address_of(self.words)
         self.first = 0
         """The number of the first, from when `queued` is set."""
@@ -285,11 +279,8 @@ class CudaFlight:
     @property
     def refusal(self) -> int:
         """The first error code with which the device refused some of it; 0 = none so far."""
-        codes = self.wave.codes
-        for place in self._places:
-            if codes[place]:
-                return int(codes[place])
-        return 0
+        errors = self.wave.errors
+        return next((code for place in self._places if (code := int(errors[place]))), 0) if errors.any() else 0
 
     def hold(self, hold: Hold, stream: int) -> bool:
         """Have a stream wait for it, if it has not moved yet; False where the device has not been handed it.

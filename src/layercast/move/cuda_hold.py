@@ -21,14 +21,9 @@ Hold = Callable[[int, int, int, int], int]
 """hold(wave, tally, place, stream) -> PASSED: the stream waits for the wave's flight of that place, or need not. LATER:
 the device has not been handed it, and nothing is done. REFUSED and more: that much more is the driver's error code.
 
-wave, tally: where their words lie. Keeps the interpreter lock, so that a mover that closes can't take a tally away that
-is looked at: its waves have ended before.
+wave, tally: where their words lie. The compiled one keeps the interpreter lock, so that a mover that closes can't take
+a tally away that is looked at: its waves have ended before. The other one may give the lock up between two looks.
 """
-
-
-def plain_hold(calls: Calls) -> Hold:
-    """In Python, over ctypes."""
-    return _holding(calls)
 
 
 @lru_cache(maxsize=2)
@@ -36,7 +31,7 @@ def compiled_hold(calls: Calls) -> Hold:
     """Compiled by numba when made: a second. Raises ImportError where numba is not."""
     from numba import njit
 
-    hold = njit(_holding(calls))
+    hold = njit(plain_hold(calls))
     over = np.ones(ERRORS + 1, np.int64)
     hold(over.ctypes.data, 0, 0, 0)
     return hold  # type: ignore[no-any-return]
@@ -50,7 +45,8 @@ def best_hold(calls: Calls) -> Hold:
         return plain_hold(calls)
 
 
-def _holding(calls: Calls) -> Hold:
+def plain_hold(calls: Calls) -> Hold:
+    """In Python, over ctypes."""
     fetch, hold, low, half = calls.fetch, calls.hold, LOW, LOW >> 1
     first, over, errors, handed = FIRST, OVER, 8 * ERRORS, PACE + 8 * HANDED
     passed, later, refused = PASSED, LATER, REFUSED
