@@ -216,7 +216,7 @@ class Ours:
     def way(self, way):
         """From now on move by this way: "engine", "staged" (with a number: by so many programs), or as "measured"."""
         mover = self.worker_side._worker.mover
-        self.costs = getattr(self, "costs", None) or {arm: lane.lane.costs for arm, lane in mover._arms.items()}
+        self.costs = getattr(self, "costs", None) or {key[0]: arm.lane.costs for key, arm in mover._arms.items()}
         cuda_lane.STAGED_GRID = int(way.removeprefix("staged") or GRID) if way.startswith("staged") else GRID
         forced = {"engine": Way.ENGINE, "staged": Way.STAGED}.get(way.rstrip("0123456789"))
         mover.prefer(only(forced) if forced else self.costs)
@@ -264,10 +264,10 @@ class Ours:
         class Failing:
             """The mover, but for one copy of the next load that is never made."""
 
-            def submit_all(self, batches, *, after=(), keep=()):
+            def submit_all(self, batches, *, after=(), keep=(), background=False):
                 number[0] += 1
                 if number[0] > 1:
-                    return mover.submit_all(batches, after=after, keep=keep)
+                    return mover.submit_all(batches, after=after, keep=keep, background=background)
                 flights = list(mover.submit_all(batches[:-1], after=after[:-1], keep=keep))
                 lost = Landing()
                 lost.fail(Missing("a copy that was never made"))

@@ -55,7 +55,7 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     """Layers moved and signalled together (1 = pure layerwise)."""
     layerwise_prefetch_layers: Positive = 2
     """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU
-    is handed all that a forward waits for at once; there it bounds what goes in the background."""
+    is handed loads whole, and those in the background stand aside by themselves."""
     layerwise_exposed_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
     the background."""

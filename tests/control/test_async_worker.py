@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from layercast.config import Config
 from layercast.control.node import open_worker
-from layercast.flow import issue
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.move import cuda_lane
 from layercast.move.costs import Direction, Way, only
@@ -253,7 +252,6 @@ def device():
 @pytest.fixture
 def small_paces(monkeypatch):
     monkeypatch.setattr(cuda_lane, "PACES", SMALL)
-    monkeypatch.setattr(issue, "AHEAD_BYTES", 8 * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
@@ -277,7 +275,7 @@ def test_a_forward_that_waits_for_a_load_is_launched_long_before_its_last_layers
     with engine_over(device) as engine:
         engine.begin(engine.load(8))
         engine.forward()
-        arm = engine.worker.mover._arms[Direction.UP]
+        arm = engine.worker.mover._arm(Direction.UP)
         assert not arm.lane.tally.reached(LAYERS - 1), "80 ms a layer"
         engine.end()
         engine.settle()

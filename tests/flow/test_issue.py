@@ -2,7 +2,7 @@
 
 import pytest
 
-from layercast.flow.issue import AHEAD_BYTES, Batch, Issuer
+from layercast.flow.issue import Batch, Issuer
 from layercast.move.base import MoverOver
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
@@ -19,12 +19,13 @@ class Device(MoverOver):
 
     def __init__(self):
         super().__init__(CpuMover())
-        self.waves = []
+        self.waves, self.background = [], []
 
     def submit(self, pieces, *, after=(), keep=()):
         raise AssertionError("a device is handed many at a time")
 
-    def submit_all(self, batches, *, after=(), keep=()):
+    def submit_all(self, batches, *, after=(), keep=(), background=False):
+        self.background.append(background)
         self.waves.append([HostFlight() for _ in batches])
         return self.waves[-1]
 
@@ -68,45 +69,20 @@ def test_what_a_forward_waits_for_goes_to_a_device_in_one_go(device):
     issuer.wait_idle(1)
 
 
-@pytest.mark.parametrize(("mib", "waves"), [(4, [16, 16]), (32, [2, 2]), (64, [1, 1]), (100, [1, 1]), (1000, [1, 1])])
-def test_in_the_background_a_device_has_two_parts_queued_and_is_handed_the_next_as_one_ends(device, mib, waves):
-    run, issuer, count = Followed(), Issuer(device, depth=2), 40
-    issuer.add_loads(batches(run, count, mib * MIB), background=True)
-    assert [len(wave) for wave in device.waves] == waves
-    while device.waves:
-        device.end_first()
-        queued = sum(len(wave) for wave in device.waves) * mib * MIB
-        left = (count - len(run.over)) * mib * MIB
-        assert queued >= min(left, AHEAD_BYTES // 2)
-        assert queued <= max(AHEAD_BYTES + mib * MIB, 2 * mib * MIB)
-    assert run.over == list(range(count))
-    issuer.wait_idle(1)
-
-
-def test_a_newcomers_forward_waits_for_no_more_than_is_queued_of_the_background(device):
-    slow, quick, issuer = Followed(), Followed(), Issuer(device, depth=2)
-    issuer.add_loads(batches(slow, 40, 32 * MIB), background=True)
-    issuer.add_loads(batches(quick, 3, 32 * MIB))
-    assert [len(wave) for wave in device.waves] == [2, 2, 3]
-    while device.waves:
-        device.end_first()
-        if quick.over:
-            assert len(slow.over) <= 2 * AHEAD_BYTES // (32 * MIB)
-            break
-    while device.waves:
-        device.end_first()
-    issuer.wait_idle(1)
-
-
-def test_loads_in_the_background_end_one_after_another(device):
+def test_in_the_background_a_device_is_handed_load_by_load_and_told_that_they_stand_aside(device):
+    """Were loads to take turns, all would come as late as the last; were parts handed over one by one, a thread would
+    take the interpreter from the forward's for each."""
     runs, issuer = [Followed() for _ in range(3)], Issuer(device, depth=2)
+    every = [batch for nth, run in enumerate(runs) for batch in batches(run, 8, 32 * MIB, f"load-{nth}")]
+    issuer.add_loads(every, background=True)
+    issuer.add_loads(batches(runs[0], 4, MIB, "another"))
+    assert [len(wave) for wave in device.waves] == [8, 8, 8, 4]
+    assert device.background == [True, True, True, False]
     for nth, run in enumerate(runs):
-        issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), background=True)
-    while device.waves:
+        assert [len(run.over) for run in runs] == [8] * nth + [0] * (3 - nth)
         device.end_first()
-        begun = [bool(run.over) for run in runs]
-        assert all(len(run.over) == 8 for run, later in zip(runs, begun[1:], strict=False) if later)
-    assert all(run.over == list(range(8)) for run in runs)
+        assert run.over == list(range(8))
+    device.end_first()
     issuer.wait_idle(1)
 
 

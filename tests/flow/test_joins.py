@@ -10,7 +10,6 @@ import pytest
 
 from layercast.config import Config
 from layercast.errors import LayercastError
-from layercast.flow import issue
 from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.runs import LoadRun
@@ -148,6 +147,74 @@ def test_one_behind_others_has_come_once_these_leave_time_for_what_is_left_of_it
         assert worker.awaited() == [("2", LoadEnd.LANDED)]
 
 
+class Device(CpuMover):
+    """Takes loads whole, and moves a part when the test says so."""
+
+    whole_steps = True
+
+    def __init__(self):
+        super().__init__()
+        self.flights = []
+
+    def submit_all(self, batches, *, after=(), keep=(), background=False):
+        self.flights += (made := [Parts(len(batch.shifts)) for batch in batches])
+        return made
+
+
+class Parts(HostFlight):
+    """A flight whose parts land one by one; it has landed with the last of them."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.parts = [HostFlight() for _ in range(count)]
+
+    def part(self, nth):
+        return self.parts[nth]
+
+    def go(self):
+        next(part for part in self.parts if not part.done).land()
+        if all(part.done for part in self.parts):
+            self.land()
+
+
+@contextmanager
+def worker_over_a_device():
+    with worker_of(verify=False) as (worker, *_):
+        worker.mover = worker.issuer._mover = device = Device()
+        yield worker, device.flights
+        device.close(5)
+
+
+@pytest.mark.parametrize("hidden", range(LAYERS + 1))
+@pytest.mark.parametrize("window", [1, LAYERS])
+def test_of_a_load_that_a_device_has_whole_it_is_seen_how_far_it_has_come(hidden, window):
+    with worker_over_a_device() as (worker, flights):
+        start(worker, load(windows_hidden=hidden, window=window))
+        (run,), (flight,) = worker._loads, flights
+        for moved in range(0, LAYERS, window):
+            assert run.left_bytes == (LAYERS - moved) * 2 * 4 * 24
+            assert bool(worker.awaited()) == (LAYERS - moved <= hidden < LAYERS - moved + window)
+            flight.go()
+        assert worker.awaited() == [("hit", LoadEnd.LANDED)] * (hidden < window)
+        assert run.landed
+
+
+def test_loads_that_a_forward_waits_for_come_before_those_in_the_background():
+    """So what is left of them is what the background waits for, too."""
+    with worker_over_a_device() as (worker, flights):
+        start(worker, load("later", windows_hidden=LAYERS + 2))
+        worker.begin(StepOrders(2, loads=(load("quick", (2, 3)),)))
+        for left in reversed(range(LAYERS)):
+            assert worker.awaited() == []
+            flights[1].go()
+            if left == 2:
+                break
+        assert worker.awaited() == [("later", LoadEnd.LANDED)]
+        for flight in flights:
+            while not flight.done:
+                flight.go()
+
+
 def said(worker, mover, order, windows=LAYERS - 2):
     start(worker, order)
     for number in range(windows):
@@ -222,16 +289,15 @@ def test_what_is_left_goes_before_other_background_loads_once_a_forward_waits_fo
 
 def test_all_that_a_forward_waits_for_is_handed_to_a_device_in_the_order_of_its_layers(monkeypatch):
     monkeypatch.setattr(HeldMover, "whole_steps", True)
-    monkeypatch.setattr(issue, "AHEAD_BYTES", 0)  # so that nothing is under way
     with worker_of(layerwise_prefetch_layers=1) as (worker, *_):
         start(worker, load(windows_hidden=LAYERS))
         assert worker.awaited() == [("hit", LoadEnd.LANDED)]
         submit, handed = worker.issuer._submit, []
-        monkeypatch.setattr(worker.issuer, "_submit", lambda batches: (handed.append(batches), submit(batches)))
-        worker.begin(StepOrders(2, loads=(load("new", (2, 3)),), joins=("hit",)))
-        (batches,) = handed
+        monkeypatch.setattr(worker.issuer, "_submit", lambda batches, *rest: (handed.append(batches), submit(batches)))
+        worker.begin(StepOrders(2, loads=(load("new", (2, 3)), load("newer", (4, 5))), joins=("hit",)))
+        (batches,) = handed  # the device has all of "hit" already
         parts = [(turn, batch.owner) for batch in batches for turn in batch.pieces.turns]
-        expected = [(layer, name) for layer in range(LAYERS) for name in ("new", "hit")]
+        expected = [(layer, name) for layer in range(LAYERS) for name in ("new", "newer")]
         assert sorted(parts, key=lambda part: part[0]) == expected, "a device moves them by their turns"
 
 

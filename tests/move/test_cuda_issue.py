@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, TALLY_BYTES, plain_issue
-from layercast.move.cuda_pace import HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
+from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, QUEUED_AT, TALLY_BYTES, plain_issue
+from layercast.move.cuda_pace import ASIDE, BEFORE, HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.kernels.pieces import PARAMETERS
@@ -196,6 +196,47 @@ def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(loop):
         assert not errors.any()
         assert naps[2] == 0
         assert np.diff(naps[2:]).min() >= RARER * calls - AHEAD
+
+
+class Busy(Copies):
+    """Another lane's two batches come to their end after so many naps of whoever hands over."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = np.zeros(TALLY_BYTES // 8, np.int64)
+        self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
+        self.calls = replace(self.calls, rest=self._nap)
+
+    def begin(self, naps, queued):
+        self.left, self.naps = naps, 0
+        self.first[0], self.first[QUEUED_AT // 8] = (queued - 2) & 0xFFFFFFFF, queued
+
+    def _rest(self, _us):
+        self.naps += 1
+        if self.naps == self.left:
+            self.first[0] = self.first[QUEUED_AT // 8]
+        return 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_background_stands_aside_call_by_call_while_the_lane_that_goes_first_is_busy(loop):
+    """But not for ever, as that lane may wait for it, and not where a forward waits for the background itself."""
+    device, tally, never = Busy(), np.zeros(TALLY_BYTES // 8, np.int64), 0
+    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
+    for queued in (2, 0xFFFFFFFF, 1):
+        for busy, hurried, naps in ((never, 0, 3 * ASIDE), (7, 0, 7), (ASIDE + 5, 0, ASIDE + 5), (7, 1, 0)):
+            device.begin(busy, queued)
+            device.copies.clear()
+            pace, errors = tally[PACE // 8 :], np.zeros(1, np.int64)
+            pace[:] = 0
+            keep(pace.view(np.int32)[::2], AHEAD, CALL_BYTES)
+            pace[BEFORE], pace[HURRIED] = device.first.ctypes.data, hurried
+            program = Program(pace=pace.ctypes.data)
+            program.copies(Series(pieces_of((0, 0, 3 * CALL_BYTES))), range(1), 1, batched=True)
+            device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
+            assert not errors.any()
+            assert sum(nbytes for _, _, nbytes in device.copies) == 3 * CALL_BYTES
+            assert device.naps == naps
 
 
 def test_a_loop_is_compiled_once_for_the_same_calls():

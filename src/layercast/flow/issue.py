@@ -2,8 +2,9 @@
 
 Batches are issued by whoever makes room: the caller that adds one, then the mover's own thread as flights end. So the
 forward's thread issues at most `depth` batches, and no thread exists for issuing alone. Loads go before saves.
-A mover of whole steps (a device's) is handed all that a forward waits for in one call, and all that one has saved:
-there `depth`, or AHEAD_BYTES, bounds what goes in the background, behind which a newcomer has to wait.
+A mover of whole steps (a device's) is handed everything at once: all that a forward waits for, or has saved, in one
+call, and what goes in the background load by load, as there it stands aside by itself: a thread that handed over the
+next part whenever one has ended would take the interpreter from the forward's, part after part.
 Does not know what a batch is for, gates or keys.
 """
 
@@ -25,9 +26,6 @@ from layercast.plan.pieces import DigestRanges, Pieces, Series
 
 _log = logging.getLogger("layercast")
 
-AHEAD_BYTES = 128 << 20
-"""What a device is handed in the background, if layers are smaller than that: two or three milliseconds of a link, in
-two halves that end one after the other, so that it never idles while a thread waits for the interpreter."""
 LAST = 1 << 20
 """Above any layer: from here on what no forward waits for is queued, load after load."""
 
@@ -98,8 +96,8 @@ class Issuer:
         self._loads: DeadlineQueue[Batch] = DeadlineQueue()
         self._saves: deque[Batch] = deque()
         self._in_flight = 0
-        self._behind: dict[object, int] = {}
-        """Those in flight that no forward waits for, and what is being prepared."""
+        self._preparing = 0
+        """Calls that the mover's thread has been asked to make."""
         self._pumping = False
         self.peak_in_flight = 0
 
@@ -108,8 +106,9 @@ class Issuer:
 
         There a load goes after those before it: were they to take turns, all would come as late as the last.
         """
-        if self._mover.whole_steps and not background:
-            self._hand_over(sorted(batches, key=_first_layer))
+        if self._mover.whole_steps:
+            for together in _by_owner(batches) if background else [batches]:
+                self._hand_over(sorted(together, key=_first_layer), background)
             return
         with self._lock:
             owner, behind = "", 0
@@ -131,13 +130,13 @@ class Issuer:
     def aside(self, call: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
         """Let the mover's thread prepare and add batches; `lost(error)` if it can't. What it adds is waited for."""
         with self._lock:
-            self._behind[call] = 0
+            self._preparing += 1
 
         def ended(error: BaseException | None) -> None:
             if error is not None:
                 lost(error)
             with self._lock:
-                self._behind.pop(call, None)
+                self._preparing -= 1
                 self._lock.notify_all()
 
         self._mover.aside(call, ended)
@@ -153,7 +152,7 @@ class Issuer:
 
     def wait_idle(self, timeout_s: float) -> None:
         """Block until nothing is queued or in flight. Raises DeadlineExceeded after `timeout_s` seconds."""
-        self.wait_until(lambda: not (self._behind or self._in_flight or self._loads or self._saves), timeout_s)
+        self.wait_until(lambda: not (self._preparing or self._in_flight or self._loads or self._saves), timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Block until something that ended batches bring about holds. Raises DeadlineExceeded."""
@@ -170,48 +169,33 @@ class Issuer:
         while batches := self._next():
             self._submit(batches)
 
-    def _hand_over(self, batches: Sequence[Batch]) -> None:
+    def _hand_over(self, batches: Sequence[Batch], background: bool = False) -> None:
         """Submit all of it, whatever else is in flight."""
         if batches:
             with self._lock:
                 self._in_flight += len(batches)
-            self._submit(batches)
+            self._submit(batches, background)
 
-    def _submit(self, batches: Sequence[Batch]) -> None:
+    def _submit(self, batches: Sequence[Batch], background: bool = False) -> None:
         pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
         flights: Sequence[Flight]
         since_s = time.monotonic()  # whoever submits may be held up while a device copies already
         try:
-            flights = self._mover.submit_all(pieces, after=after, keep=self._keep)
+            flights = self._mover.submit_all(pieces, after=after, keep=self._keep, background=background)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
             flights = [_failed_behind(landed(), error) for _ in batches]
         self._follow(batches, flights, since_s)
 
     def _next(self) -> list[Batch]:
-        """What may go now of what is queued: on a device, where nothing else is, of the background."""
+        """What may go now of what is queued: loads and then saves, up to `depth` in flight."""
+        batches: list[Batch] = []
         with self._lock:
-            batches = self._ahead() if self._mover.whole_steps else self._in_turn()
+            while len(batches) < self._depth - self._in_flight and (self._loads or self._saves):
+                batches.append(self._loads.pop() or self._saves.popleft())
             self._in_flight += len(batches)
             self.peak_in_flight = max(self.peak_in_flight, self._in_flight)
             self._pumping = bool(batches)
             return batches
-
-    def _in_turn(self) -> list[Batch]:
-        """Loads and then saves, up to `depth` in flight."""
-        batches: list[Batch] = []
-        while len(batches) < self._depth - self._in_flight and (self._loads or self._saves):
-            batches.append(self._loads.pop() or self._saves.popleft())
-        return batches
-
-    def _ahead(self) -> list[Batch]:
-        """Half of AHEAD_BYTES, if no more than the other half is under way; `depth` batches if these are more."""
-        batches, taken = list[Batch](), 0
-        room, spare = self._depth - len(self._behind), AHEAD_BYTES - sum(self._behind.values())
-        while (room > 0 or spare > 0) and taken < AHEAD_BYTES // 2 and (batch := self._loads.pop()) is not None:
-            batches.append(batch)
-            self._behind[batch] = batch.nbytes
-            room, spare, taken = room - 1, spare - batch.nbytes, taken + batch.nbytes
-        return batches
 
     def _follow(self, batches: Sequence[Batch], flights: Sequence[Flight], since_s: float) -> None:
         """Tell runs of what is under way, and see to it that they hear of its end before any gate does.
@@ -258,14 +242,20 @@ class Issuer:
                     self._timeline.record(batch.run.kind, layer, start_s, self._line_free_s, batch.owner, nbytes)
         with self._lock:
             self._in_flight -= len(part)
-            for batch, _, _ in part:
-                self._behind.pop(batch, None)
             self._lock.notify_all()
         self._pump()
 
 
 def _first_layer(batch: Batch) -> int:
     return batch.layers[0]
+
+
+def _by_owner(batches: Iterable[Batch]) -> Iterable[list[Batch]]:
+    """Load by load, in the order in which they come."""
+    owners: dict[str, list[Batch]] = {}
+    for batch in batches:
+        owners.setdefault(batch.owner, []).append(batch)
+    return owners.values()
 
 
 def _by_run(sent: Sequence[Sent]) -> Iterable[tuple[Run, Sequence[Sent]]]:

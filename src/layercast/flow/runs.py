@@ -6,6 +6,7 @@ mover's thread while the forward's thread asks. Do not know queues, movers or ga
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
@@ -124,8 +125,11 @@ class LoadRun:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that have not landed."""
-        return self._bytes - self._moved
+        """Bytes that have not landed. Of what a device has whole, it is looked up how far it has come."""
+        with self._changed:
+            under_way = [(batch, flight) for batch, flight in self._left.items() if flight is not None]
+            left = self._bytes - self._moved
+        return left - sum(batch.nbytes * share_done(batch, flight) // len(batch.layers) for batch, flight in under_way)
 
     def decided(self, layers: Collection[int], timeout_s: float) -> bool:
         """Whether it has failed, or nothing in these layers can be read too early or unchecked any more.
@@ -224,6 +228,12 @@ class ReceiveRun(LoadRun):
     def outcome(self, verified: bool) -> LoadOutcome:
         """The end, once settled."""
         return msgspec.structs.replace(super().outcome(verified), nbytes=self.arrived.nbytes)
+
+
+def share_done(batch: Batch, flight: Flight) -> int:
+    """Of a batch's layers those whose part has landed; parts land in order."""
+    parts = [*batch.parts.values()]
+    return bisect_left(range(len(parts)), True, key=lambda nth: not flight.part(parts[nth]).done)
 
 
 def _differing(batch: Batch, digests: Sequence[DigestFlight], kept: Mapping[int, Kept]) -> list[tuple[int, int]]:

@@ -101,7 +101,7 @@ class Worker:
         if self.ways.stagger_s and (orders.loads or orders.background):
             after = (*after, delayed(self.ways.stagger_s))
         loads = dict(self._load(order, after, self.mover.whole_steps) for order in orders.loads)
-        background = dict(self._load(order, after) for order in orders.background)
+        background = dict(self._load(order, after, self.mover.whole_steps) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
@@ -166,7 +166,8 @@ class Worker:
             if first_s is not None and now - first_s > self.ways.config.lease_s:
                 run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
         over, before = dict[LoadRun, LoadEnd | None](), 0
-        for run in dict.fromkeys((*self._loads, *self._background)):  # in the order in which they come
+        every = dict.fromkeys((*self._loads, *self._background))
+        for run in sorted(every, key=self._background.__contains__):  # in the order in which they come
             # It may fail at any time. In this order: what has settled is told with its end, as nothing of it is left to
             # join; each once: what is said to have come while a part is to land is what a forward is to join.
             hidden, end = run.hidden(before), run.end

@@ -1,8 +1,8 @@
 """What a mover and a gate must do on any device.
 
 A mover copies pieces in the order they are submitted and hands back a flight for each. A device's mover keeps that
-order within a direction (to the device, from it, inside it); across directions `after` says it. A gate is what the
-attention of a layer waits on. Neither knows requests, blocks, keys or stores.
+order within a direction (to the device, from it, inside it), and apart from it in the background; else `after` says it.
+A gate is what the attention of a layer waits on. Neither knows requests, blocks, keys or stores.
 
 Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 - a flight lands only after the flights of its `after`, and after every byte of it is in place;
@@ -68,12 +68,18 @@ class Mover(ABC):
         """
 
     def submit_all(
-        self, batches: Sequence[Pieces | Series], *, after: Sequence[Sequence[Flight]] = (), keep: Sequence[object] = ()
+        self,
+        batches: Sequence[Pieces | Series],
+        *,
+        after: Sequence[Sequence[Flight]] = (),
+        keep: Sequence[object] = (),
+        background: bool = False,
     ) -> Sequence[Flight]:
         """Copy several batches, begun in this order, each behind its own `after`; a flight for each. Returns at once.
 
         None may touch memory that another of them writes, as they may overlap; submissions do not. Of series the parts
-        go by their turns. What can't be submitted is a failed flight, and the others move all the same.
+        go by their turns. background: nobody waits for these yet, so that what is submitted later may go first, and may
+        touch nothing that they do. What can't be submitted is a failed flight, and the others move all the same.
         """
         return [
             self._submitted(pieces, behind, keep)

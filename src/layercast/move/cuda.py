@@ -1,8 +1,9 @@
 """The mover of an NVIDIA GPU: whole steps of copies, issued by a thread of its own in one call.
 
-Each direction (to the device, from it, inside it, between it and a peer) has a thread that issues, a thread that ends
-flights, and keeps its order; across directions say `after`. Copies wait on the device for marks and for flights that
-the device has; the host waits for nothing but flights from elsewhere. Does not know layers, gates, requests or keys.
+Each direction (to the device, from it, inside it, to a peer) has a thread that issues and one that ends flights, and
+keeps its order. What goes in the background has all that for itself, and stands aside. Across these say `after`. Copies
+wait on the device for marks and for flights that the device has; the host waits for nothing but flights from elsewhere.
+Does not know layers, gates, requests or keys.
 """
 
 import threading
@@ -40,7 +41,7 @@ READ_BACK_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """What works on one direction."""
+    """What works on one direction, or on what goes that way in the background (True)."""
 
     lane: Lane
     desk: Desk
@@ -70,7 +71,7 @@ class CudaMover(Mover):
         self._lane = partial(Lane, driver, kernel=kernel, staging_limit=staging_bytes)
         self._events = Events(driver)
         self._lock = threading.Lock()
-        self._arms: dict[Direction, _Arm] = {}
+        self._arms: dict[tuple[Direction, bool], _Arm] = {}
         self._closed = False
         self._staged = 0
         self._cuts = np.zeros(0, np.int64)
@@ -101,6 +102,7 @@ class CudaMover(Mover):
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
+        background: bool = False,
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
@@ -108,9 +110,9 @@ class CudaMover(Mover):
 
         None may touch memory that another of them writes: by the kernel they overlap. They are issued in one call,
         without the interpreter lock. Of series the parts go by their turns, those of turn 0 (as plain pieces) in the
-        order of the batches. flags: for each batch the address of a 32-bit word, in pinned or device memory, that the
-        device sets to 1 behind it; behind: likewise a word that it waits for. A word that nobody sets holds this
-        direction for good. Returns at once. Raises Refused once closed.
+        order of the batches. background: see `Mover`. flags: for each batch the address of a 32-bit word, in pinned or
+        device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A word that
+        nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
         """
         count = len(batches)
         after, flags, behind = after or ((),) * count, flags or (0,) * count, behind or (0,) * count
@@ -118,13 +120,14 @@ class CudaMover(Mover):
         others = [flight for flights in lists.values() for flight in flights if not standing(flight)]
         if others and len(lists) > 1:  # what waits for others must not hold up the rest
             rows = zip(batches, after, flags, behind, strict=True)
-            alone = [self.submit_all([b], after=[a], keep=keep, flags=[f], behind=[h]) for b, a, f, h in rows]
+            one = partial(self.submit_all, keep=keep, background=background)
+            alone = [one([b], after=[a], flags=[f], behind=[h]) for b, a, f, h in rows]
             return [flight for (flight,) in alone]
         if not batches:
             return []
         series = [batch if isinstance(batch, Series) else Series(batch, np.array([batch.shift])) for batch in batches]
         self._driver.bind()
-        arm = self._arm(direction_of(self._driver, series))
+        arm = self._arm(direction_of(self._driver, series), background)
         if not others:
             arm.desk.stir()
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
@@ -232,8 +235,10 @@ class CudaMover(Mover):
 
     def prefer(self, costs: dict[Direction, Costs]) -> None:
         """Choose ways by these costs from now on."""
-        for direction, cost in costs.items():
-            self._arm(direction).lane.costs = cost
+        for direction in costs:
+            self._arm(direction)
+        for (direction, _), arm in self._arms.items():
+            arm.lane.costs = costs.get(direction, arm.lane.costs)
 
     def follow(self, pinning: Pinning) -> None:
         """Take note of memory that is being pinned: copies keep to its seams, and go singly until it is done."""
@@ -260,28 +265,29 @@ class CudaMover(Mover):
         if late is not None:
             raise late
         self._driver.bind()
-        for direction, arm in list(self._arms.items()):  # only now, as copies may wait for the count of any other
+        for key, arm in list(self._arms.items()):  # only now, as copies may wait for the count of any other
             arm.lane.close()
             arm.desk.close()
-            del self._arms[direction]
+            del self._arms[key]
         if self._read_back[0]:
             self._driver.drop_host_memory(self._read_back[0])
             self._read_back = (0, 0)
         self._events.close()
 
-    def _arm(self, direction: Direction) -> _Arm:
+    def _arm(self, direction: Direction, background: bool = False) -> _Arm:
         """The direction's threads and streams, made when first used."""
+        before, key = self._arm(direction).lane if background else None, (direction, background)
         with self._lock:
             if self._closed:
                 raise Refused("this mover is closed; make a new one")
-            if direction not in self._arms:
+            if key not in self._arms:
                 self._driver.bind()
-                lane = self._lane(direction)
+                lane = self._lane(direction, before=before)
                 self._staged += lane.staging.nbytes
-                name = f"layercast-cuda-{direction}"
+                name = f"layercast-cuda-{direction}" + background * "-aside"
                 desk = Desk(self._issue, self._driver.calls.ring, self._driver.bind)
-                self._arms[direction] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
-            return self._arms[direction]
+                self._arms[key] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
+            return self._arms[key]
 
     def _watch(self, mark: Mark) -> None:
         self._arm(Direction.LOCAL).watcher.add(mark)

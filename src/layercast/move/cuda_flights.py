@@ -23,14 +23,14 @@ from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
 from layercast.move.cuda_hold import ERRORS, FIRST, LATER, OVER, REFUSED, Hold
 from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
-from layercast.move.cuda_pace import HANDED, HURRIED, keep
+from layercast.move.cuda_pace import BEFORE, HANDED, HURRIED, QUEUED, keep
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time
 from layercast.move.words import address_of, counts_at, words_at
 
 _MOST, _FAR = 0xFFFFFFFF, 1 << 30
-_HANDED, _HURRIED = PACE // 4 + 2 * HANDED, PACE // 4 + 2 * HURRIED
+_HANDED, _HURRIED, _QUEUED = PACE // 4 + 2 * HANDED, PACE // 4 + 2 * HURRIED, PACE // 4 + 2 * QUEUED
 """Where a tally has these counts, in words."""
 NAP_S, LATE = 20e-6, 0.002
 """Between two looks at a count by a thread that waits for it: least seconds, and part of what it has waited so far."""
@@ -80,9 +80,10 @@ class Tally:
 
     Beside it, in TALLY_BYTES of pinned memory, how many the device has been handed. Numbers only ascend and may wrap
     round: what is compared is the difference. pace: (marks ahead, bytes from one to the next); None = none is kept.
+    before: the address of the tally of the lane for which this one's stands aside, with its pace; 0 = none.
     """
 
-    def __init__(self, address: int, ring: Call, pace: tuple[int, int] | None = None) -> None:
+    def __init__(self, address: int, ring: Call, pace: tuple[int, int] | None = None, before: int = 0) -> None:
         self.address = address
         self.queued = 0
         """Number of the last batch in the lane's queue."""
@@ -95,10 +96,12 @@ class Tally:
         """Address of the pace that copies keep (see `cuda_pace`); 0 = none."""
         if pace is not None:
             keep(words[PACE // 4 :: 2], *pace)
+        words[PACE // 4 + 2 * BEFORE :][:2] = np.array([before], np.int64).view(np.int32)
 
     def queue(self, count: int) -> int:
         """The first number of so many more batches. Called in the order of the queue."""
         first, self.queued = self.queued + 1, self.queued + count
+        self._counts[_QUEUED] = self.queued & _MOST
         if _reaches(self.queued - _FAR, self._counts[_HURRIED]):
             # else what was hurried so long ago would look as if it were to come
             self._counts[_HURRIED] = self._counts[_HANDED]

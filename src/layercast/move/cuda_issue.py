@@ -13,7 +13,7 @@ import numpy as np
 
 from layercast.move.cuda_behind import awaiting, recording
 from layercast.move.cuda_driver import ATTRIBUTES_BYTES, Calls
-from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, pacing
+from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, QUEUED, pacing, standing_aside
 from layercast.move.cuda_program import LAUNCH_BYTES, WIDTH, Ints, Op
 from layercast.move.words import address_of
 from layercast.plan.pieces import COLUMNS
@@ -46,8 +46,9 @@ LOOKS = 1 << 17
 woken in 0.1 ms, in which another has written most of a program."""
 BELL, PACE = 8, 24
 """A tally's words, from its count on: a bell's file and the address of what rings it, which it is behind each batch,
-and a pace, in which stands the number of the last batch that the device has been handed."""
+and a pace, in which stand the numbers of the last batches that the device has been handed and that are queued."""
 TALLY_BYTES = PACE + 8 * PACE_WORDS
+QUEUED_AT = PACE + 8 * QUEUED
 FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
 """Copies in a program's first call, copies and bytes in any, at most: a thread that launches kernels waits for no more
 than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
@@ -79,7 +80,8 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     """
     from numba import njit
 
-    hand_over = njit(_handing(calls, attributes, njit(pacing(calls))))
+    paced = njit(pacing(calls, njit(standing_aside(calls, QUEUED_AT))))
+    hand_over = njit(_handing(calls, attributes, paced))
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
     code_of = njit(_code_of(calls))
     note = njit(_noting(calls, code_of))
@@ -217,7 +219,7 @@ def _copies(
 
 def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    hand_over = _handing(calls, attributes, pacing(calls))
+    hand_over = _handing(calls, attributes, pacing(calls, standing_aside(calls, QUEUED_AT)))
     by_piece = _copies(calls, _unbroken, hand_over)
 
     def run(

@@ -12,7 +12,7 @@ import numpy as np
 
 from layercast.errors import OutOfMemory
 from layercast.move.base import Flight
-from layercast.move.costs import DEFAULT_COSTS, Direction, Way
+from layercast.move.costs import DEFAULT_COSTS, Costs, Direction, Way
 from layercast.move.cuda_driver import BESIDE_SINCE, Batched, Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
 from layercast.move.cuda_issue import TALLY_BYTES
@@ -29,6 +29,8 @@ FEW, SAMPLE = 32, 256
 """Pieces looked at to see whether there is a choice, and to choose a way."""
 SLOTS = 3
 """Parts of the staging buffer: one fills, one empties, one between them."""
+BACKGROUND_SHARE = 3
+"""How much less staging memory there is for what goes in the background."""
 STAGED_GRID = 16
 GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 66}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model. Over NVLink
@@ -67,23 +69,33 @@ class Lane:
     """Streams and staging of one direction. Used by one thread, which has bound the driver.
 
     But any thread may write a program that is not staged: one by the copy engine takes nothing of the lane that
-    changes, and one by the kernel only tables that are its own.
+    changes, and one by the kernel only tables that are its own. before: the lane for whose copies this one's stand
+    aside.
     """
 
-    def __init__(self, driver: Driver, direction: Direction, kernel: PieceKernel | None, staging_limit: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        direction: Direction,
+        kernel: PieceKernel | None,
+        staging_limit: int,
+        before: "Lane | None" = None,
+    ) -> None:
         self.driver = driver
         self.direction = direction
-        self.costs = DEFAULT_COSTS[direction]
+        self.costs: Costs = before.costs if before is not None else DEFAULT_COSTS[direction]
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
         self.staging = Staging()
-        self.tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction))
+        first = before.tally.address if before is not None else 0
+        self.tally: Tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction), first)
         self._tail, self._filled = driver.event(), driver.event()
         self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
-        if self.tables and direction in (Direction.UP, Direction.DOWN) and staging_limit:
-            self._take_slots(staging_limit // SLOTS // 256 * 256)
+        slot_bytes = staging_limit // SLOTS // (1 if before is None else BACKGROUND_SHARE) // 256 * 256
+        if self.tables and direction in (Direction.UP, Direction.DOWN) and slot_bytes:
+            self._take_slots(slot_bytes)
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""

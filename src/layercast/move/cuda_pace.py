@@ -3,8 +3,8 @@
 A device takes the copies of a direction as they come: whatever else the process copies that way (the inputs of a
 forward, its tokens) waits for all that was handed over before it, on whatever stream. A mark costs the device a pause.
 What a forward waits for is *hurried*: the next one's inputs come no sooner for a pace, and the thread that launches,
-which waits until copies are handed over, would be late with all that is behind the last. Does not know programs, lanes
-or flights.
+which waits until copies are handed over, would be late with all that is behind the last. What goes in the background
+*stands aside* while copies of the lane that goes first are under way. Does not know programs, lanes or flights.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,19 @@ from layercast.move.words import Words
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second. Linux
 adds 50 us to a nap; to have none added (PR_SET_TIMERSLACK) made no load or save faster where marks lie 16 MiB apart."""
-PACE_WORDS = 7
+ASIDE = 500
+"""Looks, between two calls, for which what goes in the background stands aside at most: 30 ms or so. Should what goes
+first wait for it, which nobody intends, both come to their end all the same."""
+PACE_WORDS = 9
 """A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
 the last, how many marks may be ahead, after how many bytes the next is due; numbers of the last batch that the device
-has been handed, and of the last that is hurried."""
+has been handed, of the last that is hurried, and of the last in the queue; of a lane that goes in the background the
+address of the tally of that which goes first."""
 HURRIED_AHEAD, RARER = 16, 4
 """Marks ahead of what is hurried, and how much rarer they are: a gibibyte, as a full queue holds up other threads."""
 LOW = 0xFFFFFFFF
 """The bits that a device writes of a count."""
-_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED = range(PACE_WORDS)
+_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED, QUEUED, BEFORE = range(PACE_WORDS)
 
 
 def keep(words: Words, ahead: int, nbytes: int) -> None:
@@ -33,12 +37,15 @@ def keep(words: Words, ahead: int, nbytes: int) -> None:
     words[_AHEAD], words[_DUE] = ahead, nbytes
 
 
-def pacing(calls: Calls) -> Callable[[int, int, int], int]:
-    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way."""
+def pacing(calls: Calls, aside: Callable[[int, int], None]) -> Callable[[int, int, int], int]:
+    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way.
+
+    aside: see `standing_aside`.
+    """
     write, fetch, rest = calls.write, calls.fetch, calls.rest
     nap_us, naps, low, words = NAP_US, NAPS, LOW, PACE_WORDS
     passed, marked, since, ahead, due, handed, hurried = _PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED
-    far, rarer = HURRIED_AHEAD, RARER
+    far, rarer, before = HURRIED_AHEAD, RARER, BEFORE
 
     def run(pace: int, stream: int, nbytes: int) -> int:
         code, looks, state = 0, 0, np.zeros(words, np.int64)
@@ -60,6 +67,31 @@ def pacing(calls: Calls) -> Callable[[int, int, int], int]:
                 hurry = 0 < ((state[hurried] - state[handed]) & low) <= low >> 1
                 looks += 1
         fetch(pace + 8 * marked, at + 8 * marked, 16)
+        if state[before] != 0:
+            aside(pace, state[before])
         return code
+
+    return run
+
+
+def standing_aside(calls: Calls, queued_at: int) -> Callable[[int, int], None]:
+    """(pace, tally of the lane that goes first): returns once nothing of that lane is under way, or this is hurried.
+
+    queued_at: where in a tally the number of the last batch in its queue lies.
+    """
+    fetch, rest, nap_us, most, low = calls.fetch, calls.rest, NAP_US, ASIDE, LOW
+    handed = HANDED  # and behind it what is hurried
+
+    def run(pace: int, tally: int) -> None:
+        looks, seen = 0, np.zeros(4, np.int64)
+        at, busy = seen.ctypes.data, True
+        while busy and looks < most:
+            fetch(at, tally, 8)
+            fetch(at + 8, tally + queued_at, 8)
+            fetch(at + 16, pace + 8 * handed, 16)
+            busy = ((seen[1] - seen[0]) & low) != 0 and not 0 < ((seen[3] - seen[2]) & low) <= low >> 1
+            if busy:
+                rest(nap_us)
+                looks += 1
 
     return run

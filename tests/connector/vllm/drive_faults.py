@@ -45,7 +45,7 @@ class Troubles:
         mover = issuer._mover
 
         class Stalling:
-            def submit_all(self, batches, *, after, keep=()):
+            def submit_all(self, batches, *, after, keep=(), background=False):
                 behind = list(after)
                 for nth, batch in enumerate(batches):
                     seen.append(batch)
@@ -53,7 +53,7 @@ class Troubles:
                         held = HostFlight()
                         told(held)
                         behind[nth] = (*after[nth], held)
-                return mover.submit_all(batches, after=behind, keep=keep)
+                return mover.submit_all(batches, after=behind, keep=keep, background=background)
 
             def __getattr__(self, name):
                 return getattr(mover, name)
