@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layercast.move import cuda_costs
 from layercast.move.costs import DEFAULT_COSTS, CostFile, Costs, Direction
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_costs import measure, prefer_measured, read, write
+from layercast.move.cuda_costs import measure, measured_costs, read, write
 from layercast.move.cuda_issue import plain_issue
 
 ABOUT = CostFile("gpu-0", 13000, "0.1.0", True, {})
@@ -32,6 +32,10 @@ class Watched:
     def submit_all(self, batches):
         self.copies += 1
         return self.mover.submit_all(batches)
+
+
+def prefer_measured(watched, **given):
+    watched.prefer(measured_costs(watched, **given))
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,7 @@ def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_i
     lane.tables.take_next(taken := [])
     lane.tables.take(taken)
     ours.tables, theirs.tables = taken[0], taken[1] if other is Way.KERNEL else None
-    lane.start(ours, way)
+    lane.start(ours, lane.granted(way))
     lane.start(theirs, other)
     lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), other, 0, pinned=True))
     lane.finish(ours, lane.move(ours, Series(rows), range(1), way, 0, pinned=True))
@@ -591,6 +591,23 @@ def test_without_device_memory_for_staging_copies_go_by_the_engine(device):
     assert memory.read(target, 96) == b"x" * 32 + bytes(32) + b"x" * 32
     assert not any(entry[0] == "launch" for entry in device.log)
     mover.close(SOON_S)
+
+
+def test_memory_to_stage_in_is_taken_with_the_first_copies_that_are_staged(device):
+    memory, mover = DeviceMemory(device, (HOST, DEVICE)), mover_of(device, only(Way.ENGINE))
+    source, target = memory.alloc(4096), memory.alloc(4096)
+    memory.write(source, data := os.urandom(4096))
+    rows, before = pieces_of((source, target, 32), (source + 64, target + 64, 32)), mover.staging_bytes
+    mover.submit(rows).wait(SOON_S)
+    assert mover.staging_bytes == before
+    mover.prefer(STAGED)
+    assert mover.staging_bytes == before
+    for _ in range(2):
+        mover.submit(rows).wait(SOON_S)
+        assert mover.staging_bytes == before + 3 * 4096
+    assert memory.read(target, 96) == data[:32] + bytes(32) + data[64:96]
+    mover.close(SOON_S)
+    assert mover.staging_bytes == 0
 
 
 def test_memory_that_is_not_pinned_moves_piece_by_piece(device):

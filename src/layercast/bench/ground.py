@@ -22,7 +22,7 @@ from layercast.errors import Refused
 from layercast.flow.batches import saved_together
 from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
-from layercast.move.cuda_costs import prefer_measured
+from layercast.move.cuda_costs import measured_costs
 from layercast.move.cuda_driver import Driver
 from layercast.move.cuda_issue import Issue, compiled_issue, plain_issue
 from layercast.move.cuda_pin import Pinning, near
@@ -93,9 +93,10 @@ class Device:
             self.driver.reach(peer.number)
         mover = CudaMover(self.driver, self.kernel, self.plain if plain else self.compiled)
         if way is None:
-            prefer_measured(mover, kernel=self.kernel is not None, peers=[peer.driver for peer in peers])
+            costs = measured_costs(mover, kernel=self.kernel is not None, peers=[peer.driver for peer in peers])
         else:
-            mover.prefer(only(way))
+            costs = only(way)
+        mover.prefer(costs)
         return mover
 
     @property

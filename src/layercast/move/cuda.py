@@ -17,7 +17,7 @@ import numpy as np
 from layercast.errors import DeadlineExceeded, Refused
 from layercast.move.base import DigestFlight, Digests, Flight, Mover
 from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_costs import prefer_measured
+from layercast.move.cuda_costs import SOON_S, measured_costs
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import DEVICE, Driver
 from layercast.move.cuda_flights import CudaFlight, Events, Mark, Watcher, Wave, moving, standing
@@ -73,7 +73,6 @@ class CudaMover(Mover):
         self._lock = threading.Lock()
         self._arms: dict[tuple[Direction, bool], _Arm] = {}
         self._closed = False
-        self._staged = 0
         self._cuts = np.zeros(0, np.int64)
         self._pinnings: list[Pinning] = []
         self._read_back = (0, 0)
@@ -89,7 +88,10 @@ class CudaMover(Mover):
         mover = cls(driver, kernel, staging_bytes=staging_bytes)
         for peer in peers:
             driver.reach(peer)
-        prefer_measured(mover, kernel=kernel is not None, peers=[Driver(peer) for peer in peers])
+        trial = cls(driver, kernel, staging_bytes=staging_bytes)  # by one that gives back what measuring took
+        costs = measured_costs(trial, kernel=kernel is not None, peers=[Driver(peer) for peer in peers])
+        trial.close(SOON_S)
+        mover.prefer(costs)
         return mover
 
     def submit(self, pieces: Pieces, *, after: Sequence[Flight] = (), keep: Sequence[object] = ()) -> CudaFlight:
@@ -224,8 +226,8 @@ class CudaMover(Mover):
 
     @property
     def staging_bytes(self) -> int:
-        """Most bytes of device and pinned memory taken for staging since the start."""
-        return self._staged
+        """Bytes of device and pinned memory taken for staging, which are kept until it is closed."""
+        return self._read_back[1] + sum(arm.lane.staging.nbytes for arm in list(self._arms.values()))
 
     @property
     def halted(self) -> str:
@@ -283,7 +285,6 @@ class CudaMover(Mover):
             if key not in self._arms:
                 self._driver.bind()
                 lane = self._lane(direction, before=before)
-                self._staged += lane.staging.nbytes
                 name = f"layercast-cuda-{direction}" + background * "-aside"
                 desk = Desk(self._issue, self._driver.calls.ring, self._driver.bind)
                 self._arms[key] = _Arm(lane, desk, Line(name, desk), Watcher(self._driver, f"{name}-landing"))
@@ -315,7 +316,7 @@ class CudaMover(Mover):
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
-            way = whole or lane.choice([orders.batches[run.batch] for run in some])
+            way = lane.granted(whole or lane.choice([orders.batches[run.batch] for run in some]))
             if way is not Way.ENGINE:
                 lane.tables.take_next(wave.tables)
             yield self._program(lane, orders, some, wave, way, pinned=pinned)
@@ -382,7 +383,6 @@ class CudaMover(Mover):
             if address:
                 self._driver.drop_host_memory(address)
             self._read_back = (self._driver.host_memory(nbytes), nbytes)
-            self._staged += nbytes - size
         return self._read_back[0]
 
 

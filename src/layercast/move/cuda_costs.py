@@ -57,10 +57,10 @@ class Measurable(Protocol):
         ...
 
 
-def prefer_measured(
+def measured_costs(
     mover: Measurable, *, kernel: bool, peers: Sequence[Driver] = (), folder: Path | None = None
-) -> None:
-    """Have the mover choose by what its links cost: as kept in `folder`, else measured now, and then kept.
+) -> dict[Direction, Costs]:
+    """What a mover's links cost: as kept in `folder`, else measured now with this mover, and then kept.
 
     kernel: whether it has one. peers: other devices that it writes; the dearest link stands for all of them.
     What can't be measured (no memory left, say) counts as in DEFAULT_COSTS, and is tried again next time.
@@ -85,7 +85,7 @@ def prefer_measured(
     costs = {direction: found.get(direction, DEFAULT_COSTS[direction]) for direction in Direction}
     costs[Direction.PEER] = min(links, key=lambda link: link.kernel_gbps, default=costs[Direction.PEER])
     driver.bind()
-    mover.prefer(costs if peers else {d: cost for d, cost in costs.items() if d is not Direction.PEER})
+    return costs if peers else {d: cost for d, cost in costs.items() if d is not Direction.PEER}
 
 
 def read(path: Path, about: CostFile) -> Mapping[str, Costs]:

@@ -51,10 +51,10 @@ class Slot:
 
 @dataclass(slots=True)
 class Staging:
-    """What a lane has taken of device and pinned memory."""
+    """What a lane has taken of device and pinned memory. slot_bytes: of each slot, taken or not; 0 = none will be."""
 
-    slots: list[Slot] = field(default_factory=list)
     slot_bytes: int = 0
+    slots: list[Slot] = field(default_factory=list)
     nth_slot: int = 0
     blocks: list[tuple[str, int]] = field(default_factory=list)
     nbytes: int = 0
@@ -86,16 +86,16 @@ class Lane:
         self.costs: Costs = before.costs if before is not None else DEFAULT_COSTS[direction]
         self.kernel = kernel
         self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
-        self.staging = Staging()
+        share = 1 if before is None else BACKGROUND_SHARE
+        self.staging = Staging(staging_limit // SLOTS // share // 256 * 256)
         first = before.tally.address if before is not None else 0
         self.tally: Tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction), first)
         self._tail, self._filled = driver.event(), driver.event()
         self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
-        slot_bytes = staging_limit // SLOTS // (1 if before is None else BACKGROUND_SHARE) // 256 * 256
-        if self.tables and direction in (Direction.UP, Direction.DOWN) and slot_bytes:
-            self._take_slots(slot_bytes)
+        if not self.tables or direction not in (Direction.UP, Direction.DOWN):
+            self.staging.slot_bytes = 0
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
@@ -142,6 +142,12 @@ class Lane:
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
             return way_of(sample.size, self.costs, kernel=True, runs=runs_in(sample, self.direction))
         return way_of(few, self.costs, kernel=True)
+
+    def granted(self, way: Way) -> Way:
+        """This way, or the engine's where there is no memory to stage in. On the thread that issues."""
+        if way is Way.STAGED and not self.staging.slots:
+            self._take_slots(self.staging.slot_bytes)
+        return way if way is not Way.STAGED or self.staging.slots else Way.ENGINE
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.
@@ -333,11 +339,10 @@ class Lane:
         return [Tables(host + step, device + step, self.driver.event()) for step in steps]
 
     def _take_slots(self, nbytes: int) -> None:
-        """Device memory to stage in; without it copies are not staged."""
+        """Device memory to stage in, taken with the first that is staged; without it nothing is from now on."""
         base = self._take("device", SLOTS * nbytes)
-        if base:
-            self.staging.slot_bytes = nbytes
-            self.staging.slots = [Slot(base + nth * nbytes, self.driver.event()) for nth in range(SLOTS)]
+        self.staging.slot_bytes = nbytes if base else 0
+        self.staging.slots = [Slot(base + nth * nbytes, self.driver.event()) for nth in range(SLOTS if base else 0)]
 
     def _take(self, kind: str, nbytes: int) -> int:
         """An address of new memory, or 0 where there is no more."""
