@@ -167,8 +167,10 @@ class Parts(HostFlight):
     def __init__(self, count):
         super().__init__()
         self.parts = [HostFlight() for _ in range(count)]
+        self.asked = 0
 
     def part(self, nth):
+        self.asked += 1
         return self.parts[nth]
 
     def go(self):
@@ -210,6 +212,51 @@ def test_loads_that_a_forward_waits_for_come_before_those_in_the_background():
             if left == 2:
                 break
         assert worker.awaited() == [("later", LoadEnd.LANDED)]
+        for flight in flights:
+            while not flight.done:
+                flight.go()
+
+
+def test_what_a_device_has_of_a_load_that_is_over_still_comes_before_those_behind_it():
+    with worker_over_a_device() as (worker, flights):
+        start(worker, load("over", windows_hidden=0))
+        start(worker, load("next", (2, 3), windows_hidden=LAYERS))
+        worker.abort("over")
+        assert worker.awaited() == [("over", LoadEnd.ABORTED)]
+        for _ in range(LAYERS):
+            assert worker.awaited() == []
+            flights[0].go()
+        assert worker.awaited() == [("next", LoadEnd.LANDED)]
+        for _ in range(LAYERS):
+            flights[1].go()
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_no_load_waits_for_one_behind_it_that_nobody_waits_for_any_more(aborted):
+    with worker_over_a_device() as (worker, flights):
+        start(worker, load("first", windows_hidden=1))
+        start(worker, load("behind", (2, 3), windows_hidden=2 * LAYERS))
+        assert worker.awaited() == [("behind", LoadEnd.LANDED)]
+        if aborted:
+            worker.abort("behind")
+        for _ in range(LAYERS - 1):
+            assert worker.awaited() == []
+            flights[0].go()
+        assert worker.awaited() == [("first", LoadEnd.LANDED)]
+        for flight in flights:
+            while not flight.done:
+                flight.go()
+
+
+def test_how_far_loads_have_come_is_looked_up_only_as_far_as_it_matters():
+    """A forward's thread asks before each step: of many that are queued it would take milliseconds."""
+    with worker_over_a_device() as (worker, flights):
+        worker.begin(StepOrders(1, loads=(load("now", (6, 7), windows_hidden=0),))).end()
+        for queued in range(3):
+            flights[0].asked = 0  # the gates have
+            assert worker.awaited() == []
+            assert [flight.asked > 0 for flight in flights] == [queued > 0] + [False] * queued
+            start(worker, load(str(queued), (queued,), windows_hidden=1))
         for flight in flights:
             while not flight.done:
                 flight.go()

@@ -211,7 +211,10 @@ class Busy(Copies):
         self.left, self.naps = naps, 0
         self.first[0], self.first[QUEUED_AT // 8] = (queued - 2) & 0xFFFFFFFF, queued
 
+    def look(self): ...
+
     def _rest(self, _us):
+        self.look()
         self.naps += 1
         if self.naps == self.left:
             self.first[0] = self.first[QUEUED_AT // 8]
@@ -237,6 +240,23 @@ def test_the_background_stands_aside_call_by_call_while_the_lane_that_goes_first
             assert not errors.any()
             assert sum(nbytes for _, _, nbytes in device.copies) == 3 * CALL_BYTES
             assert device.naps == naps
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_all_that_the_background_has_handed_over_is_counted_while_it_stands_aside(loop):
+    """Else a load that has landed is not known to have until what goes first has, too."""
+    device, tally, seen = Busy(), np.zeros(TALLY_BYTES // 8, np.int64), []
+    device.look = lambda: seen.append((len(device.copies), int(tally[0])))
+    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
+    keep(tally[PACE // 8 :].view(np.int32)[::2], AHEAD, CALL_BYTES)
+    tally[PACE // 8 + BEFORE] = device.first.ctypes.data
+    device.begin(3 * ASIDE, 2)
+    program, shifts = Program(pace=tally.ctypes.data + PACE), np.zeros((3, 2), np.int64)
+    series = Series(pieces_of((0, 0, CALL_BYTES)), shifts, (0, 1, 2))
+    program.copies(series, range(3), 1, batched=True, tally=tally.ctypes.data, number=1)
+    device.issue.run(program.table(), np.zeros(0, np.int64), np.zeros(3, np.int64), 0)
+    assert seen == [(nth, nth) for nth in range(3) for _ in range(ASIDE)]
+    assert (len(device.copies), tally[0]) == (3, 3)
 
 
 def test_a_loop_is_compiled_once_for_the_same_calls():

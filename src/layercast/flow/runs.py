@@ -85,6 +85,8 @@ class LoadRun:
     overseer: Overseer
     kept: dict[int, Kept] = field(default_factory=dict)
     """What the slots of each group must hash to; none are compared of a group that is not here."""
+    behind: bool = False
+    """Whether it moves behind all that a forward waits for, in the order of its like."""
     clocking: Clocking = field(default_factory=Clocking)
     layers: frozenset[int] = frozenset()
     end: LoadEnd | None = None
@@ -92,7 +94,6 @@ class LoadRun:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _left: dict[Batch, Flight | None] = field(default_factory=dict)
     """What has not ended; the flights of what is with the mover."""
-    _bytes: int = 0
     _moved: int = 0
     _pieces: int = 0
     _bad: list[tuple[int, int]] = field(default_factory=list)
@@ -100,7 +101,6 @@ class LoadRun:
     def plan(self, batches: Sequence[Batch]) -> None:
         """Take note of every batch that must end before the load has."""
         self._left = dict.fromkeys(batches)
-        self._bytes = sum(batch.nbytes for batch in batches)
         self.layers = frozenset().union(*[batch.layers for batch in batches])
 
     @property
@@ -120,16 +120,20 @@ class LoadRun:
 
     def hidden(self, before: int) -> bool:
         """Whether it has settled, or what is left of it and of `before` bytes that come first may come later."""
-        early = self.order.hidden_bytes if isinstance(self.order, LoadOrder) else 0
-        return self.settled or (early > 0 and before + self.left_bytes <= early)
+        return self.settled or (before < self.hidden_bytes and before + self.left_bytes <= self.hidden_bytes)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes at its end that may come later than it is said to have come."""
+        return self.order.hidden_bytes if isinstance(self.order, LoadOrder) else 0
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that have not landed. Of what a device has whole, it is looked up how far it has come."""
-        with self._changed:
-            under_way = [(batch, flight) for batch, flight in self._left.items() if flight is not None]
-            left = self._bytes - self._moved
-        return left - sum(batch.nbytes * share_done(batch, flight) // len(batch.layers) for batch, flight in under_way)
+        """Bytes that are still to land. Of what a device has whole, it is looked up how far it has come."""
+        left = self.left()
+        under_way = [(batch, flight) for batch, flight in left.items() if flight is not None]
+        done = sum(batch.nbytes * share_done(batch, flight) // len(batch.layers) for batch, flight in under_way)
+        return sum(batch.nbytes for batch in left) - done
 
     def decided(self, layers: Collection[int], timeout_s: float) -> bool:
         """Whether it has failed, or nothing in these layers can be read too early or unchecked any more.

@@ -100,13 +100,15 @@ class Worker:
             self.abort(request)
         if self.ways.stagger_s and (orders.loads or orders.background):
             after = (*after, delayed(self.ways.stagger_s))
-        loads = dict(self._load(order, after, self.mover.whole_steps) for order in orders.loads)
-        background = dict(self._load(order, after, self.mover.whole_steps) for order in orders.background)
+        loads = dict(self._load(order, after) for order in orders.loads)
+        background = dict(self._load(order, after, behind=True) for order in orders.background)
         arrivals = dict(map(self._receive, orders.receives))
         joined = self._join(orders.joins)
         self._loads += [*loads, *arrivals, *background]
         self._background += background
         queued = [self.issuer.drop(run.id) for run in joined]
+        for run in joined:
+            run.behind = self.mover.whole_steps  # a device has it, in its order
         if loads or joined:  # together, as each layer waits for all of them
             self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)])
         for run, flights in arrivals.items():
@@ -166,14 +168,16 @@ class Worker:
             if first_s is not None and now - first_s > self.ways.config.lease_s:
                 run.fail(LoadEnd.LATE, f"had not landed after {self.ways.config.lease_s:g} s")
         over, before = dict[LoadRun, LoadEnd | None](), 0
+        most = max((run.hidden_bytes for run in self._background), default=0)
         every = dict.fromkeys((*self._loads, *self._background))
-        for run in sorted(every, key=self._background.__contains__):  # in the order in which they come
+        for run in sorted(every, key=lambda run: run.behind):  # in the order in which they come
             # It may fail at any time. In this order: what has settled is told with its end, as nothing of it is left to
             # join; each once: what is said to have come while a part is to land is what a forward is to join.
             hidden, end = run.hidden(before), run.end
             if run in self._background and (hidden or end is not None):
                 over[run] = end
-            before += run.left_bytes if end is None else 0
+            if before < most and (end is None or self.mover.whole_steps):  # a device moves on what it has of any
+                before += run.left_bytes
         self._background = [run for run in self._background if run not in over]
         self._said += [run for run, end in over.items() if end is None]
         self._said = [run for run in self._said if not run.landed]
@@ -206,9 +210,9 @@ class Worker:
         run.give_back(dropped)  # first, or gates that are armed meanwhile would wait for what nobody will skip
         self.gates.skip(dropped)
 
-    def _load(self, order: LoadOrder, after: Sequence[Flight], whole: bool = False) -> tuple[LoadRun, list[Batch]]:
-        run = LoadRun(order, order.id, self)
-        batches = self.ways.load_batches(run, order, tuple(after), whole)
+    def _load(self, order: LoadOrder, after: Sequence[Flight], behind: bool = False) -> tuple[LoadRun, list[Batch]]:
+        run = LoadRun(order, order.id, self, behind=behind)
+        batches = self.ways.load_batches(run, order, tuple(after), self.mover.whole_steps)
         run.plan(batches)
         return run, batches
 

@@ -80,8 +80,8 @@ def compiled_issue(calls: Calls, attributes: tuple[int, int], call_bytes: int = 
     """
     from numba import njit
 
-    paced = njit(pacing(calls, njit(standing_aside(calls, QUEUED_AT))))
-    hand_over = njit(_handing(calls, attributes, paced))
+    aside, paced = njit(standing_aside(calls, QUEUED_AT)), njit(pacing(calls))
+    hand_over = njit(_handing(calls, attributes, aside, paced))
     copies = njit(_copies(calls, njit(_unbroken), hand_over, call_bytes))
     code_of = njit(_code_of(calls))
     note = njit(_noting(calls, code_of))
@@ -151,17 +151,17 @@ def _noting(calls: Calls, code_of: CodeOf) -> Callable[[Errors, int, int], None]
     return run
 
 
-def _handing(calls: Calls, attributes: tuple[int, int], paced: Callable[[int, int, int], int]) -> Callable[..., int]:
+def _handing(calls: Calls, attributes: tuple[int, int], aside: Act, paced: Callable[..., int]) -> Callable[..., int]:
     """(addresses of targets, sources and sizes, copies, bytes, stream, batched, pace) -> error code.
 
-    Hands a call of many copies over, unless they went singly, and keeps the pace behind them.
+    Hands a call of many copies over, unless they went singly. Stands aside before it: what went before is counted then.
     """
     (first, nth), many, step = attributes, calls.copy_batch, ATTRIBUTES_BYTES
 
     def run(to: int, from_: int, sizes: int, count: int, nbytes: int, stream: int, batched: int, pace: int) -> int:
-        code = 0
-        if batched:
-            code = many(to, from_, sizes, count, first + step * (batched - 1), nth, 1, stream)
+        if pace != 0:
+            aside(pace)
+        code = many(to, from_, sizes, count, first + step * (batched - 1), nth, 1, stream) if batched else 0
         if pace != 0 and code == 0:
             code = paced(pace, stream, nbytes)
         return code
@@ -219,7 +219,7 @@ def _copies(
 
 def _plain_copies(calls: Calls, attributes: tuple[int, int]) -> Callable[..., int]:
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
-    hand_over = _handing(calls, attributes, pacing(calls, standing_aside(calls, QUEUED_AT)))
+    hand_over = _handing(calls, attributes, standing_aside(calls, QUEUED_AT), pacing(calls))
     by_piece = _copies(calls, _unbroken, hand_over)
 
     def run(

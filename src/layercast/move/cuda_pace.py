@@ -37,15 +37,12 @@ def keep(words: Words, ahead: int, nbytes: int) -> None:
     words[_AHEAD], words[_DUE] = ahead, nbytes
 
 
-def pacing(calls: Calls, aside: Callable[[int, int], None]) -> Callable[[int, int, int], int]:
-    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way.
-
-    aside: see `standing_aside`.
-    """
+def pacing(calls: Calls) -> Callable[[int, int, int], int]:
+    """(pace, stream, bytes just handed over) -> error code; returns once more may be under way."""
     write, fetch, rest = calls.write, calls.fetch, calls.rest
     nap_us, naps, low, words = NAP_US, NAPS, LOW, PACE_WORDS
     passed, marked, since, ahead, due, handed, hurried = _PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED
-    far, rarer, before = HURRIED_AHEAD, RARER, BEFORE
+    far, rarer = HURRIED_AHEAD, RARER
 
     def run(pace: int, stream: int, nbytes: int) -> int:
         code, looks, state = 0, 0, np.zeros(words, np.int64)
@@ -67,24 +64,25 @@ def pacing(calls: Calls, aside: Callable[[int, int], None]) -> Callable[[int, in
                 hurry = 0 < ((state[hurried] - state[handed]) & low) <= low >> 1
                 looks += 1
         fetch(pace + 8 * marked, at + 8 * marked, 16)
-        if state[before] != 0:
-            aside(pace, state[before])
         return code
 
     return run
 
 
-def standing_aside(calls: Calls, queued_at: int) -> Callable[[int, int], None]:
-    """(pace, tally of the lane that goes first): returns once nothing of that lane is under way, or this is hurried.
+def standing_aside(calls: Calls, queued_at: int) -> Callable[[int], None]:
+    """(pace): returns once nothing is under way of the lane that goes first, if there is one, or this is hurried.
 
     queued_at: where in a tally the number of the last batch in its queue lies.
     """
     fetch, rest, nap_us, most, low = calls.fetch, calls.rest, NAP_US, ASIDE, LOW
-    handed = HANDED  # and behind it what is hurried
+    handed, before = HANDED, BEFORE  # and behind what is handed what is hurried
 
-    def run(pace: int, tally: int) -> None:
-        looks, seen = 0, np.zeros(4, np.int64)
-        at, busy = seen.ctypes.data, True
+    def run(pace: int) -> None:
+        looks, seen = 0, np.zeros(5, np.int64)
+        at = seen.ctypes.data
+        fetch(at + 32, pace + 8 * before, 8)
+        tally = seen[4]
+        busy = tally != 0
         while busy and looks < most:
             fetch(at, tally, 8)
             fetch(at + 8, tally + queued_at, 8)
