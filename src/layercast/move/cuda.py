@@ -239,7 +239,7 @@ class CudaMover(Mover):
         """Choose ways by these costs from now on."""
         for direction in costs:
             self._arm(direction)
-        for (direction, _), arm in self._arms.items():
+        for (direction, _), arm in list(self._arms.items()):
             arm.lane.costs = costs.get(direction, arm.lane.costs)
 
     def follow(self, pinning: Pinning) -> None:
