@@ -16,7 +16,7 @@ gates   when the device came to each layer's gate in hits, passed it, and had it
 first   first sight of a prompt, saving on against off, two engines in turn
 decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
 loop    tokens a second of 256 running, who is replaced as it ends: what saving short prompts and answers costs
-mixed   inter-token time of 32 decodes while 8k hits arrive, one a second
+mixed   inter-token time of 32 decodes while 8k hits arrive, one a second; without a connector from GPU memory
 poisson requests over 16 kinds of 8k prefix at Poisson arrivals, all engines in turn
 """
 
@@ -299,12 +299,20 @@ def rivals_of(engines, args):
     return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
 
 
-def mixed(rivals, args, results):
-    """Decodes beside hits, the engines with a connector in turn."""
-    rounds = {engine.name: [] for engine in rivals}
-    for _, engine in turns(rivals, 2):
-        rounds[engine.name].append(engine("mixed", running=32, prefix=8192, new=512, count=10, every_s=1.0))
-    for engine in rivals:
+def asked_of(phase, engines, args):
+    """Who takes part: in hits all, in mixed load those with a connector and the floor, at arrivals the former."""
+    rivals = rivals_of(engines, args)
+    floor = [engine for engine in engines if rivals and phase is mixed and engine.name.startswith("recompute")]
+    return engines if phase is hits else [*floor, *rivals]
+
+
+def mixed(engines, args, results):
+    """Decodes beside hits, the engines in turn; without a connector hits are those of GPU memory: the floor."""
+    rounds = {engine.name: [] for engine in engines}
+    for _, engine in turns(engines, 2):
+        order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
+        rounds[engine.name].append(engine("mixed", **order, kept=engine.name.startswith("recompute")))
+    for engine in engines:
         results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
         if engine.name.startswith("layercast"):
             results.put("troubles", f"{engine.name} mixed", engine("troubles"))
@@ -373,7 +381,7 @@ def measured(engines, args, results):
             results.put("failed", engine.name, str(error))
     for name, phase in (("hits", hits), ("mixed", mixed), ("poisson", arrivals)):
         left = [engine for engine in alive if not engine.dead]
-        chosen = left if phase is hits else rivals_of(left, args)
+        chosen = asked_of(phase, left, args)
         if name in args.phases and chosen and not results.over:
             try:
                 phase(chosen, args, results)
