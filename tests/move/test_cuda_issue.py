@@ -199,64 +199,84 @@ def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(loop):
 
 
 class Busy(Copies):
-    """Another lane's two batches come to their end after so many naps of whoever hands over."""
+    """Has another lane in which batches come to their end as whoever hands over naps."""
 
-    def __init__(self):
+    def __init__(self, loop):
         super().__init__()
-        self.first = np.zeros(TALLY_BYTES // 8, np.int64)
+        self.first, self.tally = (np.zeros(TALLY_BYTES // 8, np.int64) for _ in range(2))
         self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
         self.calls = replace(self.calls, rest=self._nap)
+        self.issue, self.tally[BELL // 8] = loop_of(loop)(self.calls, (0, 0)), -1
+        self.pace = self.tally[PACE // 8 :]
 
-    def begin(self, naps, queued):
-        self.left, self.naps = naps, 0
-        self.first[0], self.first[QUEUED_AT // 8] = (queued - 2) & 0xFFFFFFFF, queued
+    def begin(self, queued, naps, batches=2, hurried=0, more=0):
+        """There are so many batches up to `queued`, and one of them ends every so many naps; 0 = none does.
 
-    def look(self): ...
+        more: so many are queued there whenever this lane hands something over.
+        """
+        self.every, self.more, self.naps, self.seen = naps, more, 0, []
+        self.first[0], self.first[QUEUED_AT // 8] = (queued - batches) & 0xFFFFFFFF, queued
+        self.copies.clear()
+        self.pace[:] = self.tally[0] = 0
+        keep(self.pace.view(np.int32)[::2], AHEAD, CALL_BYTES)
+        self.pace[BEFORE], self.pace[HURRIED] = self.first.ctypes.data, hurried
+
+    def hand_over(self, calls):
+        """Each a part of a series."""
+        program, errors = Program(pace=self.pace.ctypes.data), np.zeros(calls, np.int64)
+        series = Series(pieces_of((0, 0, CALL_BYTES)), np.zeros((calls, 2), np.int64), range(calls))
+        program.copies(series, range(calls), 1, batched=True, tally=self.tally.ctypes.data, number=1)
+        self.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
+        assert not errors.any()
+        assert (len(self.copies), self.tally[0]) == (calls, calls)
+        return self.naps
 
     def _rest(self, _us):
-        self.look()
+        self.seen.append((len(self.copies), int(self.tally[0])))
         self.naps += 1
-        if self.naps == self.left:
-            self.first[0] = self.first[QUEUED_AT // 8]
+        if self.every and self.naps % self.every == 0 and self.first[0] != self.first[QUEUED_AT // 8]:
+            self.first[0] = (self.first[0] + 1) & 0xFFFFFFFF
         return 0
 
+    def _copy_batch(self, *given):
+        self.first[QUEUED_AT // 8] += self.more
+        return super()._copy_batch(*given)
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_background_stands_aside_call_by_call_while_the_lane_that_goes_first_is_busy(loop):
-    """But not for ever, as that lane may wait for it, and not where a forward waits for the background itself."""
-    device, tally, never = Busy(), np.zeros(TALLY_BYTES // 8, np.int64), 0
-    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
+
+@pytest.fixture(scope="module", params=LOOPS)
+def busy(request):
+    return Busy(request.param)
+
+
+def test_the_background_stands_aside_as_long_as_anything_moves_in_the_lane_that_goes_first(busy):
+    """But not where that waits for something, the background perhaps, nor where a forward waits for the background."""
+    never = 0
     for queued in (2, 0xFFFFFFFF, 1):
-        for busy, hurried, naps in ((never, 0, 3 * ASIDE), (7, 0, 7), (ASIDE + 5, 0, ASIDE + 5), (7, 1, 0)):
-            device.begin(busy, queued)
-            device.copies.clear()
-            pace, errors = tally[PACE // 8 :], np.zeros(1, np.int64)
-            pace[:] = 0
-            keep(pace.view(np.int32)[::2], AHEAD, CALL_BYTES)
-            pace[BEFORE], pace[HURRIED] = device.first.ctypes.data, hurried
-            program = Program(pace=pace.ctypes.data)
-            program.copies(Series(pieces_of((0, 0, 3 * CALL_BYTES))), range(1), 1, batched=True)
-            device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
-            assert not errors.any()
-            assert sum(nbytes for _, _, nbytes in device.copies) == 3 * CALL_BYTES
-            assert device.naps == naps
+        for every, batches, hurried, naps in (
+            (7, 2, 0, 14),
+            (ASIDE - 1, 3, 0, 3 * (ASIDE - 1)),
+            (never, 2, 0, ASIDE),
+            (ASIDE + 1, 2, 0, ASIDE),
+            (7, 2, 3, 0),
+            (7, 0, 0, 0),
+        ):
+            busy.begin(queued, every, batches, hurried)
+            assert busy.hand_over(3) == naps
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_all_that_the_background_has_handed_over_is_counted_while_it_stands_aside(loop):
+def test_the_background_stands_aside_again_once_more_is_queued_in_the_lane_that_goes_first(busy):
+    busy.begin(2, naps=0)
+    assert busy.hand_over(2) == ASIDE
+    busy.first[QUEUED_AT // 8] += 1
+    busy.copies.clear()
+    assert busy.hand_over(2) == 2 * ASIDE
+
+
+def test_all_that_the_background_has_handed_over_is_counted_while_it_stands_aside(busy):
     """Else a load that has landed is not known to have until what goes first has, too."""
-    device, tally, seen = Busy(), np.zeros(TALLY_BYTES // 8, np.int64), []
-    device.look = lambda: seen.append((len(device.copies), int(tally[0])))
-    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
-    keep(tally[PACE // 8 :].view(np.int32)[::2], AHEAD, CALL_BYTES)
-    tally[PACE // 8 + BEFORE] = device.first.ctypes.data
-    device.begin(3 * ASIDE, 2)
-    program, shifts = Program(pace=tally.ctypes.data + PACE), np.zeros((3, 2), np.int64)
-    series = Series(pieces_of((0, 0, CALL_BYTES)), shifts, (0, 1, 2))
-    program.copies(series, range(3), 1, batched=True, tally=tally.ctypes.data, number=1)
-    device.issue.run(program.table(), np.zeros(0, np.int64), np.zeros(3, np.int64), 0)
-    assert seen == [(nth, nth) for nth in range(3) for _ in range(ASIDE)]
-    assert (len(device.copies), tally[0]) == (3, 3)
+    busy.begin(2, naps=5, batches=1, more=1)
+    busy.hand_over(3)
+    assert busy.seen == [(nth, nth) for nth in range(3) for _ in range(5)]
 
 
 def test_a_loop_is_compiled_once_for_the_same_calls():

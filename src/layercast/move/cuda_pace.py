@@ -17,19 +17,19 @@ from layercast.move.words import Words
 NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second. Linux
 adds 50 us to a nap; to have none added (PR_SET_TIMERSLACK) made no load or save faster where marks lie 16 MiB apart."""
-ASIDE = 500
-"""Looks, between two calls, for which what goes in the background stands aside at most: 30 ms or so. Should what goes
-first wait for it, which nobody intends, both come to their end all the same."""
-PACE_WORDS = 9
+ASIDE = 1600
+"""Looks for which what goes in the background stands aside while nothing goes first: 0.1 s or so. Then it goes on until
+more is queued there: that may wait for a long forward, or, which nobody intends, for the background itself."""
+PACE_WORDS = 10
 """A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
 the last, how many marks may be ahead, after how many bytes the next is due; numbers of the last batch that the device
 has been handed, of the last that is hurried, and of the last in the queue; of a lane that goes in the background the
-address of the tally of that which goes first."""
+address of the tally of that which goes first, and the last number in its queue when it was no longer waited for."""
 HURRIED_AHEAD, RARER = 16, 4
 """Marks ahead of what is hurried, and how much rarer they are: a gibibyte, as a full queue holds up other threads."""
 LOW = 0xFFFFFFFF
 """The bits that a device writes of a count."""
-_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED, QUEUED, BEFORE = range(PACE_WORDS)
+_PASSED, _MARKED, _SINCE, _AHEAD, _DUE, HANDED, HURRIED, QUEUED, BEFORE, _GIVEN_UP = range(PACE_WORDS)
 
 
 def keep(words: Words, ahead: int, nbytes: int) -> None:
@@ -70,26 +70,30 @@ def pacing(calls: Calls) -> Callable[[int, int, int], int]:
 
 
 def standing_aside(calls: Calls, queued_at: int) -> Callable[[int], None]:
-    """(pace): returns once nothing is under way of the lane that goes first, if there is one, or this is hurried.
+    """(pace): returns once nothing moves any more of the lane that goes first, if there is one, or this is hurried.
 
     queued_at: where in a tally the number of the last batch in its queue lies.
     """
     fetch, rest, nap_us, most, low = calls.fetch, calls.rest, NAP_US, ASIDE, LOW
-    handed, before = HANDED, BEFORE  # and behind what is handed what is hurried
+    handed, before, given_up = HANDED, BEFORE, _GIVEN_UP  # and behind what is handed what is hurried
 
     def run(pace: int) -> None:
-        looks, seen = 0, np.zeros(5, np.int64)
+        looks, moved, seen = 0, np.int64(-1), np.zeros(6, np.int64)
         at = seen.ctypes.data
-        fetch(at + 32, pace + 8 * before, 8)
+        fetch(at + 32, pace + 8 * before, 16)
         tally = seen[4]
         busy = tally != 0
-        while busy and looks < most:
+        while busy:
             fetch(at, tally, 8)
             fetch(at + 8, tally + queued_at, 8)
             fetch(at + 16, pace + 8 * handed, 16)
-            busy = ((seen[1] - seen[0]) & low) != 0 and not 0 < ((seen[3] - seen[2]) & low) <= low >> 1
+            under_way = ((seen[1] - seen[0]) & low) != 0 and seen[1] != seen[5]
+            busy = under_way and not 0 < ((seen[3] - seen[2]) & low) <= low >> 1
+            looks, moved = looks + 1 if seen[0] == moved else 0, seen[0]
+            if looks == most:
+                fetch(pace + 8 * given_up, at + 8, 8)
+                busy = False
             if busy:
                 rest(nap_us)
-                looks += 1
 
     return run
