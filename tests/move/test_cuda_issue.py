@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
-from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, QUEUED_AT, TALLY_BYTES, plain_issue
+from layercast.move.cuda_issue import BELL, CALL_BYTES, MOST, PACE, QUEUED_AT, TALLY_BYTES
 from layercast.move.cuda_pace import ASIDE, BEFORE, HANDED, HURRIED, HURRIED_AHEAD, NAPS, PACE_WORDS, RARER, keep
 from layercast.move.cuda_program import EVERYBODYS, Program
 from layercast.move.cuda_relay import Relay
@@ -122,11 +122,15 @@ def merged(copies):
 class Slow(Copies):
     """Counts a call as done only when whoever hands over rests, and then `pace` at a time."""
 
-    def __init__(self, a_nap):
+    def __init__(self, loop):
         super().__init__()
-        self.a_nap, self.late, self.most, self.naps = a_nap, [], 0, 0
         self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
         self.calls = replace(self.calls, rest=self._nap)
+        self.issue = loop_of(loop)(self.calls, (0, 0))
+
+    def begin(self, a_nap):
+        self.a_nap, self.late, self.most, self.naps = a_nap, [], 0, 0
+        self.copies.clear()
 
     def _set(self, word, value):
         self.late.append((word, value))
@@ -147,13 +151,16 @@ def pace_of():
     return pace
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.fixture(scope="module", params=LOOPS)
+def slow(request):
+    return Slow(request.param)
+
+
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("a_nap", [1, 3])
-def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
-    device, pace = Slow(a_nap), pace_of()
-    device.issue = loop_of(loop)(device.calls, (0, 0))
-    quarter = CALL_BYTES // 4
+def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(slow, batched, a_nap):
+    device, pace, quarter = slow, pace_of(), CALL_BYTES // 4
+    device.begin(a_nap)
     for _ in range(5):  # calls are counted from program to program
         program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
         for nth in range(10):
@@ -166,8 +173,8 @@ def test_a_lane_that_keeps_a_pace_has_few_calls_under_way(loop, batched, a_nap):
 
 
 def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
-    device, pace = Slow(0), pace_of()
-    device.issue = plain_issue(device.calls, (0, 0))
+    device, pace = Slow("plain"), pace_of()
+    device.begin(a_nap=0)
     program, errors = Program(pace=pace.ctypes.data), np.zeros(1, np.int64)
     program.copies(Series(pieces_of((0, 0, (AHEAD + 1) * CALL_BYTES))), range(1), 1, batched=True)
     device.issue.run(program.table(), np.zeros(0, np.int64), errors, 0)
@@ -176,11 +183,11 @@ def test_a_device_that_does_nothing_for_long_is_handed_the_rest_all_the_same():
     assert device.naps == 2 * NAPS
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(loop):
+def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(slow):
     """A forward waits until the device has been handed it. Here a device counts only while it is waited for."""
-    device, tally, calls = Slow(1), np.zeros(TALLY_BYTES // 8, np.int64), HURRIED_AHEAD // 3
-    device.issue, tally[BELL // 8] = loop_of(loop)(device.calls, (0, 0)), -1
+    device, tally, calls = slow, np.zeros(TALLY_BYTES // 8, np.int64), HURRIED_AHEAD // 3
+    device.begin(a_nap=1)
+    tally[BELL // 8] = -1
     pace, one = tally[PACE // 8 :], Series(pieces_of((0, 0, RARER * calls * CALL_BYTES)))
     for first in (1, 0xFFFFFFFE):
         tally[PACE // 8 :] = device.naps = 0
@@ -279,16 +286,11 @@ def test_all_that_the_background_has_handed_over_is_counted_while_it_stands_asid
     assert busy.seen == [(nth, nth) for nth in range(3) for _ in range(5)]
 
 
-def test_a_loop_is_compiled_once_for_the_same_calls():
-    compiled, device = loop_of("compiled"), Copies()
-    first = compiled(device.calls, (0, 0))
-    assert compiled(device.calls, (0, 0)) is first
-    assert compiled(Copies().calls, (0, 0)) is not first
-
-
-def test_a_long_piece_goes_in_one_call_where_calls_may_be_as_long():
+def test_a_loop_is_compiled_once_for_the_same_calls_and_cuts_no_piece_that_may_be_as_long():
     compiled, device = loop_of("compiled"), Copies()
     device.issue = compiled(device.calls, (0, 0), 4 * CALL_BYTES)
+    assert compiled(device.calls, (0, 0), 4 * CALL_BYTES) is device.issue
+    assert compiled(Copies().calls, (0, 0), 4 * CALL_BYTES) is not device.issue
     row = (0, 1 << 40, 3 * CALL_BYTES)
     assert copied(device, pieces_of(row)) == [row]
     assert device.calls_of == [1]
