@@ -213,13 +213,20 @@ def _nothing(arguments):
     return (lambda a, b: 0) if arguments == 2 else (lambda a, b, c: 0)
 
 
+@pytest.fixture(scope="module")
+def native():
+    make = loop_of("compiled")
+    device = Native()
+    device.issue = make(device.calls, (0, 0))
+    return device
+
+
 @pytest.mark.parametrize("way", [Way.ENGINE, Way.KERNEL])
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST), (DEVICE,)])
-def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(kinds, way):
+def test_what_is_submitted_moves_though_the_interpreter_is_never_let_go(native, kinds, way):
     """The thread that submits spins, and no other gets the interpreter, until the bytes are in place."""
-    device, layers = Native(), 8
-    issue, kernel = loop_of("compiled")(device.calls, (0, 0)), dataclasses.replace(KERNEL, scribe=compiled_scribe())
-    mover = CudaMover(device, kernel, issue, lambda: 1)
+    device, layers = native, 8
+    mover = CudaMover(device, dataclasses.replace(KERNEL, scribe=compiled_scribe()), device.issue, lambda: 1)
     mover.prefer(only(way))
     memory = DeviceMemory(device, kinds)
     source, target = memory.alloc(4096 * layers), memory.alloc(4096 * layers)
