@@ -73,8 +73,8 @@ def test_in_the_background_a_device_is_handed_load_by_load_and_told_that_they_st
     """Were loads to take turns, all would come as late as the last; were parts handed over one by one, a thread would
     take the interpreter from the forward's for each."""
     runs, issuer = [Followed() for _ in range(3)], Issuer(device, depth=2)
-    every = [batch for nth, run in enumerate(runs) for batch in batches(run, 8, 32 * MIB, f"load-{nth}")]
-    issuer.add_loads(every, background=True)
+    for nth, run in enumerate(runs):
+        issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), background=True)
     issuer.add_loads(batches(runs[0], 4, MIB, "another"))
     assert [len(wave) for wave in device.waves] == [8, 8, 8, 4]
     assert device.background == [True, True, True, False]

@@ -184,6 +184,9 @@ def worker_over_a_device():
     with worker_of(verify=False) as (worker, *_):
         worker.mover = worker.issuer._mover = device = Device()
         yield worker, device.flights
+        for flight in device.flights:
+            while not flight.done:
+                flight.go()
         device.close(5)
 
 
@@ -212,9 +215,6 @@ def test_loads_that_a_forward_waits_for_come_before_those_in_the_background():
             if left == 2:
                 break
         assert worker.awaited() == [("later", LoadEnd.LANDED)]
-        for flight in flights:
-            while not flight.done:
-                flight.go()
 
 
 def test_what_a_device_has_of_a_load_that_is_over_still_comes_before_those_behind_it():
@@ -227,8 +227,6 @@ def test_what_a_device_has_of_a_load_that_is_over_still_comes_before_those_behin
             assert worker.awaited() == []
             flights[0].go()
         assert worker.awaited() == [("next", LoadEnd.LANDED)]
-        for _ in range(LAYERS):
-            flights[1].go()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -243,9 +241,6 @@ def test_no_load_waits_for_one_behind_it_that_nobody_waits_for_any_more(aborted)
             assert worker.awaited() == []
             flights[0].go()
         assert worker.awaited() == [("first", LoadEnd.LANDED)]
-        for flight in flights:
-            while not flight.done:
-                flight.go()
 
 
 def test_how_far_loads_have_come_is_looked_up_only_as_far_as_it_matters():
@@ -257,9 +252,6 @@ def test_how_far_loads_have_come_is_looked_up_only_as_far_as_it_matters():
             assert worker.awaited() == []
             assert [flight.asked > 0 for flight in flights] == [queued > 0] + [False] * queued
             start(worker, load(str(queued), (queued,), windows_hidden=1))
-        for flight in flights:
-            while not flight.done:
-                flight.go()
 
 
 def said(worker, mover, order, windows=LAYERS - 2):

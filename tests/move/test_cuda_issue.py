@@ -119,14 +119,18 @@ def merged(copies):
     return out
 
 
-class Slow(Copies):
-    """Counts a call as done only when whoever hands over rests, and then `pace` at a time."""
+class Napping(Copies):
+    """Has its own say in what comes of a nap (`_rest`) of whoever hands over, by the loop of that name."""
 
     def __init__(self, loop):
         super().__init__()
         self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
         self.calls = replace(self.calls, rest=self._nap)
         self.issue = loop_of(loop)(self.calls, (0, 0))
+
+
+class Slow(Napping):
+    """Counts a call as done only when whoever hands over rests, and then `pace` at a time."""
 
     def begin(self, a_nap):
         self.a_nap, self.late, self.most, self.naps = a_nap, [], 0, 0
@@ -205,15 +209,13 @@ def test_what_is_hurried_keeps_no_pace_and_what_comes_behind_it_does(slow):
         assert np.diff(naps[2:]).min() >= RARER * calls - AHEAD
 
 
-class Busy(Copies):
+class Busy(Napping):
     """Has another lane in which batches come to their end as whoever hands over naps."""
 
     def __init__(self, loop):
-        super().__init__()
+        super().__init__(loop)
         self.first, self.tally = (np.zeros(TALLY_BYTES // 8, np.int64) for _ in range(2))
-        self._nap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(self._rest)
-        self.calls = replace(self.calls, rest=self._nap)
-        self.issue, self.tally[BELL // 8] = loop_of(loop)(self.calls, (0, 0)), -1
+        self.tally[BELL // 8] = -1
         self.pace = self.tally[PACE // 8 :]
 
     def begin(self, queued, naps, batches=2, hurried=0, more=0):

@@ -102,19 +102,16 @@ class Issuer:
         self.peak_in_flight = 0
 
     def add_loads(self, batches: Iterable[Batch], background: bool = False) -> None:
-        """Queue batches that a layer waits for, or that a request waits for in the background.
+        """Queue batches that a layer waits for, or (those of one load) that a request waits for in the background.
 
         There a load goes after those before it: were they to take turns, all would come as late as the last.
         """
         if self._mover.whole_steps:
-            for together in _by_owner(batches) if background else [batches]:
-                self._hand_over(sorted(together, key=_first_layer), background)
+            self._hand_over(sorted(batches, key=_first_layer), background)
             return
         with self._lock:
-            owner, behind = "", 0
+            behind = max(LAST, self._loads.last_layer + 1) if background else 0
             for batch in batches:
-                if background and batch.owner != owner:
-                    owner, behind = batch.owner, max(LAST, self._loads.last_layer + 1)
                 self._loads.push(batch, layer=behind or batch.layers[0], owner=batch.owner)
         self._pump()
 
@@ -248,14 +245,6 @@ class Issuer:
 
 def _first_layer(batch: Batch) -> int:
     return batch.layers[0]
-
-
-def _by_owner(batches: Iterable[Batch]) -> Iterable[list[Batch]]:
-    """Load by load, in the order in which they come."""
-    owners: dict[str, list[Batch]] = {}
-    for batch in batches:
-        owners.setdefault(batch.owner, []).append(batch)
-    return owners.values()
 
 
 def _by_run(sent: Sequence[Sent]) -> Iterable[tuple[Run, Sequence[Sent]]]:

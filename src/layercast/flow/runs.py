@@ -132,7 +132,7 @@ class LoadRun:
         """Bytes that are still to land. Of what a device has whole, it is looked up how far it has come."""
         left = self.left()
         under_way = [(batch, flight) for batch, flight in left.items() if flight is not None]
-        done = sum(batch.nbytes * share_done(batch, flight) // len(batch.layers) for batch, flight in under_way)
+        done = sum(batch.nbytes * _share_done(batch, flight) // len(batch.layers) for batch, flight in under_way)
         return sum(batch.nbytes for batch in left) - done
 
     def decided(self, layers: Collection[int], timeout_s: float) -> bool:
@@ -234,7 +234,7 @@ class ReceiveRun(LoadRun):
         return msgspec.structs.replace(super().outcome(verified), nbytes=self.arrived.nbytes)
 
 
-def share_done(batch: Batch, flight: Flight) -> int:
+def _share_done(batch: Batch, flight: Flight) -> int:
     """Of a batch's layers those whose part has landed; parts land in order."""
     parts = [*batch.parts.values()]
     return bisect_left(range(len(parts)), True, key=lambda nth: not flight.part(parts[nth]).done)

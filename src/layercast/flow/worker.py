@@ -113,8 +113,8 @@ class Worker:
             self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)])
         for run, flights in arrivals.items():
             _follow(run, flights)
-        if background:
-            self.issuer.add_loads([*itertools.chain(*background.values())], background=True)
+        for batches in background.values():
+            self.issuer.add_loads(batches, background=True)
         if self.mover.whole_steps:  # a stream waits for these, and says nothing of it
             for run in (*loads, *joined):
                 run.clocking.exposed_s = None

@@ -18,8 +18,8 @@ NAP_US, NAPS = 10, 20000
 """Between two looks at a pace, and the most of them a call: what waits for a long forward goes on after a second. Linux
 adds 50 us to a nap; to have none added (PR_SET_TIMERSLACK) made no load or save faster where marks lie 16 MiB apart."""
 ASIDE = 1600
-"""Looks for which what goes in the background stands aside while nothing goes first: 0.1 s or so. Then it goes on until
-more is queued there: that may wait for a long forward, or, which nobody intends, for the background itself."""
+"""Looks for which what goes in the background stands aside for a lane in which nothing moves: 0.1 s or so. Then it goes
+on until more is queued there: that may wait for a long forward, or, which nobody intends, for the background itself."""
 PACE_WORDS = 10
 """A pace: int64 words in pinned memory. Marks that the device has passed (its low half), marks handed over, bytes since
 the last, how many marks may be ahead, after how many bytes the next is due; numbers of the last batch that the device
