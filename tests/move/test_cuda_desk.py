@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from loops import LOOPS, loop_of
 
 from layercast.move.cuda_desk import Desk
-from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import Program
+from layercast.move.cuda_rows import TALLY_BYTES
 from layercast.plan.pieces import Series
 from layercast.testing.move_laws import pieces_of
 

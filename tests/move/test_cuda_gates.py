@@ -20,8 +20,9 @@ from layercast.move.cuda_driver import DEVICE
 from layercast.move.cuda_flights import CudaFlight, Event, Tally, Wave, moving
 from layercast.move.cuda_gates import CudaGate, FlagGate
 from layercast.move.cuda_hold import OVER, plain_hold
-from layercast.move.cuda_issue import TALLY_BYTES, plain_issue
+from layercast.move.cuda_issue import plain_issue
 from layercast.move.cuda_program import Program
+from layercast.move.cuda_rows import TALLY_BYTES
 from layercast.move.flights import HostFlight
 from layercast.move.gates import CpuGate
 from layercast.move.words import words_at

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from loops import LOOPS
 
 from layercast.move.cuda_hold import ERRORS, FIRST, LATER, OVER, PASSED, REFUSED, compiled_hold, plain_hold
-from layercast.move.cuda_issue import PACE, TALLY_BYTES
 from layercast.move.cuda_pace import HANDED
+from layercast.move.cuda_rows import PACE, TALLY_BYTES
 
 MOST = 0xFFFFFFFF
 HELD: list[tuple[int, ...]] = []

@@ -21,6 +21,7 @@ from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import ATTRIBUTES_BYTES, BESIDE_SINCE, DEVICE, HOST, libc
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
+from layercast.move.cuda_stage import SLOTS
 from layercast.move.flights import HostFlight
 from layercast.move.kernels.pieces_host import compiled_scribe
 from layercast.plan.pieces import Series
@@ -59,7 +60,7 @@ def device():
     return HostDevice()
 
 
-def mover_of(device, costs=STAGED, kernel=KERNEL, staging=3 * 4096):
+def mover_of(device, costs=STAGED, kernel=KERNEL, staging=SLOTS * 4096):
     mover = CudaMover(device, kernel, device.issue(device.calls, device.batch_attributes), lambda: 1, staging)
     mover.prefer(costs)
     return mover
@@ -119,8 +120,8 @@ def test_layers_that_share_their_arrays_share_a_table_and_move_each_from_its_own
 
 
 @pytest.mark.parametrize("way", [Way.STAGED, Way.KERNEL])
-@pytest.mark.parametrize("other", [Way.ENGINE, Way.KERNEL])
-def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_is_writing(device, way, other):
+@pytest.mark.parametrize("other", Way)
+def test_a_program_takes_nothing_of_one_that_another_thread_is_writing(device, way, other):
     mover, memory = mover_of(device, only(way)), DeviceMemory(device, (HOST, DEVICE))
     source, target = memory.alloc(4096), memory.alloc(4096)
     memory.write(source, data := os.urandom(4096))
@@ -129,9 +130,9 @@ def test_a_program_that_is_not_staged_takes_nothing_of_one_that_another_thread_i
     lane, ours, theirs = mover._arm(Direction.UP).lane, Program(), Program()
     lane.tables.take_next(taken := [])
     lane.tables.take(taken)
-    ours.tables, theirs.tables = taken[0], taken[1] if other is Way.KERNEL else None
+    ours.tables, theirs.tables = taken[0], None if other is Way.ENGINE else taken[1]
     lane.start(ours, lane.granted(way))
-    lane.start(theirs, other)
+    lane.start(theirs, lane.granted(other))
     lane.finish(theirs, lane.move(theirs, Series(elsewhere), range(1), other, 0, pinned=True))
     lane.finish(ours, lane.move(ours, Series(rows), range(1), way, 0, pinned=True))
     for program in (theirs, ours):
@@ -611,7 +612,7 @@ def test_memory_to_stage_in_is_taken_with_the_first_copies_that_are_staged(devic
     assert mover.staging_bytes == before
     for _ in range(2):
         mover.submit(rows).wait(SOON_S)
-        assert mover.staging_bytes == before + 3 * 4096
+        assert mover.staging_bytes == before + SLOTS * 4096
     assert memory.read(target, 96) == data[:32] + bytes(32) + data[64:96]
     mover.close(SOON_S)
     assert mover.staging_bytes == 0

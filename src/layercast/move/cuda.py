@@ -33,8 +33,8 @@ from layercast.move.line import Line
 from layercast.move.raw import digests_of
 from layercast.plan.pieces import DigestRanges, Pieces, Series
 
-STAGING_BYTES = 192 << 20
-"""Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model, and then some."""
+STAGING_BYTES = 96 << 20
+"""Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
 
@@ -298,16 +298,15 @@ class CudaMover(Mover):
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
         choice = lane.choice(batches[:1]) if pinned else Way.ENGINE
-        if choice is Way.KERNEL and len(batches) > 1:
-            choice = lane.choice(batches)
-            return (choice if choice is Way.KERNEL else None), pinned
-        return (None if choice is Way.STAGED else choice), pinned
+        if choice is not Way.ENGINE and len(batches) > 1 and lane.choice(batches) is not choice:
+            return None, pinned
+        return choice, pinned
 
     def _early(
         self, lane: Lane, orders: Orders, runs: Sequence[Run], wave: Wave, way: Way, *, pinned: bool
     ) -> Program | None:
         """The wave as one program, before it stands in the queue; None = the thread that issues must write it."""
-        if way is Way.ENGINE or lane.tables.take(wave.tables):
+        if way is Way.ENGINE or (lane.ready(way) and lane.tables.take(wave.tables)):
             return self._program(lane, orders, runs, wave, way, pinned=pinned)
         return None
 
@@ -326,8 +325,7 @@ class CudaMover(Mover):
     ) -> Program:
         """Some of a wave as a program: each batch behind its hurdles, each part counted once it has moved.
 
-        One by the engine, or by the kernel in the last tables that the wave has taken, on any thread, once what it
-        waits for has its numbers; one that is staged on the thread that issues.
+        In the last tables that the wave has taken, on any thread, once what it waits for has its numbers.
         """
         program, stream = Program(EVERYBODYS), lane.copy
         program.tables = None if way is Way.ENGINE else wave.tables[-1]

@@ -22,8 +22,8 @@ from layercast.move.base import Flight
 from layercast.move.cuda_bell import Bell
 from layercast.move.cuda_driver import Call, Driver
 from layercast.move.cuda_hold import ERRORS, FIRST, LATER, OVER, REFUSED, Hold
-from layercast.move.cuda_issue import BELL, PACE, TALLY_BYTES
 from layercast.move.cuda_pace import BEFORE, HANDED, HURRIED, QUEUED, keep
+from layercast.move.cuda_rows import BELL, PACE, TALLY_BYTES
 from layercast.move.cuda_tables import Tables
 from layercast.move.flights import HostFlight
 from layercast.move.naps import on_time

@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 
 from layercast.move.cuda_driver import Calls
-from layercast.move.cuda_issue import PACE
 from layercast.move.cuda_pace import HANDED, LOW
+from layercast.move.cuda_rows import PACE
 
 FIRST, OVER, ERRORS = 0, 1, 2
 """A wave's words: the number of its first flight, 0 until it is queued; 1 once it has ended; and from there on the code

@@ -15,9 +15,10 @@ from layercast.move.base import Flight
 from layercast.move.costs import DEFAULT_COSTS, Costs, Direction, Way
 from layercast.move.cuda_driver import BESIDE_SINCE, Batched, Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
-from layercast.move.cuda_issue import TALLY_BYTES
 from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_relay import Relay
+from layercast.move.cuda_rows import TALLY_BYTES
+from layercast.move.cuda_stage import SLOTS, Slots
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
 from layercast.move.cuda_ways import Ints, rows_of, runs_in, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
@@ -25,16 +26,16 @@ from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
 
-FEW, SAMPLE = 32, 256
-"""Pieces looked at to see whether there is a choice, and to choose a way."""
-SLOTS = 3
-"""Parts of the staging buffer: one fills, one empties, one between them."""
+FEW, SAMPLE = 32, 2048
+"""Pieces looked at to see whether there is a choice, and to choose a way: those of 32,768 tokens, as some that lie
+scattered in host memory look as if all did."""
 BACKGROUND_SHARE = 3
 """How much less staging memory there is for what goes in the background."""
-STAGED_GRID = 16
+STAGED_GRID = 132
 GRID = {Direction.UP: 32, Direction.DOWN: 32, Direction.LOCAL: 64, Direction.PEER: 66}
 """Programs of the copy kernel: enough for a link, few enough to leave the rest of the device to the model. Over NVLink
-as many as an H100 has cores: 64 reach 0.9 of what these do, and take the cores for longer."""
+half as many as an H100 has cores: 64 reach 0.9 of what these do, and take the cores for longer. What is staged takes
+them all: it ends the sooner, beside matrix products at twice the rate of 32 for the same cost to these."""
 PACES = {Direction.UP: (3, 16 << 20), Direction.DOWN: (2, 16 << 20)}
 """Marks ahead, at most, and bytes from mark to mark (see `cuda_pace`): as little under way as keeps a link busy while
 a thread writes the next program, 1 ms; from the device, where nobody waits for the next, 0.6 ms. A mark costs 4 us."""
@@ -42,35 +43,20 @@ _NO_PIECES = Pieces.join([])
 
 
 @dataclass(slots=True)
-class Slot:
-    """A part of the staging buffer, and the event after which it may be filled again."""
-
-    address: int
-    free: int
-
-
-@dataclass(slots=True)
 class Staging:
     """What a lane has taken of device and pinned memory. slot_bytes: of each slot, taken or not; 0 = none will be."""
 
     slot_bytes: int = 0
-    slots: list[Slot] = field(default_factory=list)
-    nth_slot: int = 0
+    slots: Slots | None = None
     blocks: list[tuple[str, int]] = field(default_factory=list)
     nbytes: int = 0
-
-    def slot(self) -> Slot:
-        """The slot whose turn it is."""
-        self.nth_slot += 1
-        return self.slots[self.nth_slot % SLOTS]
 
 
 class Lane:
     """Streams and staging of one direction. Used by one thread, which has bound the driver.
 
-    But any thread may write a program that is not staged: one by the copy engine takes nothing of the lane that
-    changes, and one by the kernel only tables that are its own. before: the lane for whose copies this one's stand
-    aside.
+    But any thread may write a program once slots are there, if it is staged: it takes nothing of the lane that changes
+    but tables that are its own. before: the lane for whose copies this one's stand aside.
     """
 
     def __init__(
@@ -99,12 +85,12 @@ class Lane:
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
-        staging, self.staging = self.staging, Staging()
-        for stream in self._relay.streams:
+        staging, self.staging, slots = self.staging, Staging(), self.staging.slots
+        for stream in (*self._relay.streams, *([slots.turns[1]] if slots else [])):
             self.driver.drop_stream(stream)
         for tables in self.tables.close(0.0):
             self.driver.drop_event(tables.free)
-        for event in [self._tail, self._filled, *self._relay.events, *(slot.free for slot in staging.slots)]:
+        for event in [self._tail, self._filled, *self._relay.events, *(slots.events if slots else [])]:
             self.driver.drop_event(event)
         self.tally.close()
         self.driver.drop_host_memory(self.tally.address)
@@ -145,9 +131,13 @@ class Lane:
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""
-        if way is Way.STAGED and not self.staging.slots:
+        if way is Way.STAGED and not self.ready(way):
             self._take_slots(self.staging.slot_bytes)
-        return way if way is not Way.STAGED or self.staging.slots else Way.ENGINE
+        return way if self.ready(way) else Way.ENGINE
+
+    def ready(self, way: Way) -> bool:
+        """Whether there is what this way needs, or only the thread that issues may take it."""
+        return way is not Way.STAGED or self.staging.slots is not None
 
     def start(self, program: Program, way: Way) -> None:
         """The first rows of a program: behind all that this lane did before, and its tables where it has any.
@@ -155,17 +145,16 @@ class Lane:
         Of what is staged only the second half waits: the first one fills slots, which say themselves when they are
         free.
         """
-        program.wait(self.copy if way is Way.KERNEL else self._last(way), self._tail)
+        first, *others = self._streams(way)
+        program.wait(first if self._scatters(way) else self._last(way), self._tail)
         if program.tables is not None:
-            reads = self.spread if way is Way.STAGED else self.copy
-            program.copies_of(*program.tables.upload, reads, batched=Batched.NO)
-        if way is Way.KERNEL:  # what counts waits too, as it would run ahead over a batch that is not launched
-            self._hand_over(program, *self._relay.streams)
+            program.copies_of(*program.tables.upload, first, batched=Batched.NO)
+            self._hand_over(program, first, *others)  # what counts waits too, lest it run ahead of what isn't launched
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
         """What moves next waits for a flight of another lane, or for the caller's compute."""
-        for stream in self._streams(way):
+        for stream in self._all_of(way):
             if isinstance(flight, Mark):
                 program.wait(stream, flight.event.handle)
             elif isinstance(flight, CudaFlight):
@@ -173,7 +162,7 @@ class Lane:
 
     def hold_until(self, program: Program, address: int, way: Way) -> None:
         """What moves next waits for a word."""
-        for stream in self._streams(way):
+        for stream in self._all_of(way):
             program.hold_until(stream, address)
 
     def move(
@@ -208,7 +197,8 @@ class Lane:
         held: tables of programs of which it is not known how much the device has been handed.
         """
         self._wait_for(self._tail)
-        for stream in self._relay.streams[1:]:
+        slots = self.staging.slots
+        for stream in (*self._relay.streams[1:], *(slots.turns[1:] if slots else ())):
             self.driver.record(self._tail, stream)
             self._wait_for(self._tail)
         for tables in held:
@@ -227,35 +217,16 @@ class Lane:
 
     def _stage(self, program: Program, series: Series, chosen: range, parts: Sequence[Part], number: int) -> None:
         """Parts of a series by way of slots: long copies between host and slot, a launch between slot and blocks."""
-        up = self.direction is Direction.UP
-        slots = [self.staging.slot() for _ in range(len(chosen) * len(parts))]
+        slots, count, up = self.staging.slots, len(chosen) * len(parts), self.direction is Direction.UP
+        assert slots is not None, "see `ready`"
+        first = number * len(parts) % SLOTS
         long = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
         short = long.copy()
-        short[:, 0 if up else 1] = long[:, 1 if up else 0] = [slot.address for slot in slots]
-        shift, columns = program.hold(long), [program.columns(part.long) for part in parts]
-        at, kernel, batched = self._parameters(program, parts, short), self._launched(STAGED_GRID), self.batched
-        fills, empties = (self.copy, self.spread) if up else (self.spread, self.copy)
-        for nth, slot in enumerate(slots):
-            batch, part = divmod(nth, len(parts))
-            tally = self.tally.address if part == len(parts) - 1 else 0
-            place = columns[part], shift + 16 * nth, self.copy
-            values, counted = at + LAUNCH_BYTES * nth, number + batch
-            program.wait(fills, slot.free)
-            if up:
-                program.copies_of(*place, batched=batched)
-                self._hand_over(program, fills, empties)
-                program.launches(kernel, self._scatter.address, values, 1, tally, counted)
-            else:
-                program.launches(kernel, self._scatter.address, values, 1)
-                self._hand_over(program, fills, empties)
-                program.copies_of(*place, batched=batched, tally=tally, number=counted)
-            program.record(slot.free, empties)
-            program.owner += bool(tally)
-
-    @cached_property
-    def _scatter(self) -> Relay:
-        """Launches between slots and blocks go one after another."""
-        return Relay.alone(self.spread)
+        long[:, 1 if up else 0] = short[:, 0 if up else 1] = slots.places(first, count)
+        columns = [word for part in parts for word in program.columns(part.long)]
+        about = np.array([up, *self._launched(STAGED_GRID), slots.address, self.batched, len(parts), *columns])
+        at = self._parameters(program, parts, short)
+        program.stages(about, long, at, len(chosen), first, self.tally.address, number)
 
     def _launched(self, grid: int) -> tuple[int, int, int, int]:
         """The kernel, as programs launch it."""
@@ -310,16 +281,22 @@ class Lane:
         return parts
 
     def _streams(self, way: Way) -> tuple[int, ...]:
+        """The streams that read this way's tables, or that count behind these: the first takes the tables up."""
+        if way is Way.STAGED and self.staging.slots:
+            return *self.staging.slots.turns, *([self.staging.slots.counts] if self._scatters(way) else [])
+        return self._relay.streams if way is Way.KERNEL else (self.copy,)
+
+    def _all_of(self, way: Way) -> tuple[int, ...]:
         """The streams that this way uses."""
-        if way is Way.KERNEL:
-            return self._relay.streams
-        return (self.copy, self.spread) if way is Way.STAGED else (self.copy,)
+        return *self._streams(way), *([self.copy] if way is Way.STAGED else [])
+
+    def _scatters(self, way: Way) -> bool:
+        """Whether launches come last."""
+        return way is Way.KERNEL or (way is Way.STAGED and self.direction is Direction.UP)
 
     def _last(self, way: Way) -> int:
         """The stream behind which a way's batches are complete, and that counts them."""
-        if way is Way.KERNEL:
-            return self._relay.behind
-        return self.spread if way is Way.STAGED and self.direction is Direction.UP else self.copy
+        return self._relay.behind if self._scatters(way) else self.copy
 
     def _wait_for(self, event: int) -> None:
         """What copies goes on after an event, at once."""
@@ -342,7 +319,10 @@ class Lane:
         """Device memory to stage in, taken with the first that is staged; without it nothing is from now on."""
         base = self._take("device", SLOTS * nbytes)
         self.staging.slot_bytes = nbytes if base else 0
-        self.staging.slots = [Slot(base + nth * nbytes, self.driver.event()) for nth in range(SLOTS if base else 0)]
+        if base:
+            turns = self.spread, self.driver.stream(urgent=True)
+            events = [self.driver.event() for _ in range(2 * SLOTS)]
+            self.staging.slots = Slots(base, nbytes, self.copy, turns, self._relay.behind, events)
 
     def _take(self, kind: str, nbytes: int) -> int:
         """An address of new memory, or 0 where there is no more."""

@@ -26,7 +26,7 @@ EVERYBODYS = -1
 
 
 class Op(IntEnum):
-    """What a row does. Holds are skipped once their owner has failed, copies and launches batch by batch."""
+    """What a row does. Holds are skipped once their owner has failed, copies, launches and stages batch by batch."""
 
     COPIES = 0
     LAUNCHES = 1
@@ -34,6 +34,7 @@ class Op(IntEnum):
     RECORD = 3
     WAIT = 4
     WRITE = 5
+    STAGES = 6
 
 
 @dataclass(slots=True)
@@ -73,6 +74,17 @@ class Program:
     def columns(self, pieces: Pieces) -> tuple[int, ...]:
         """Where the table of pieces lies, and how many pieces there are."""
         return self.hold(pieces.table), len(pieces)
+
+    def stages(
+        self, about: Ints, shifts: Ints, parameters: int, batches: int, slot: int, tally: int, number: int
+    ) -> None:
+        """Batches by way of slots, owned and counted as those of `copies`, each in parts.
+
+        about: as `cuda_stage.ABOUT` says. shifts: int64 [parts of all batches, 2], of their long copies. parameters: of
+        the launch of the first part, as of `launches`. slot: the number of that which it is staged in.
+        """
+        at, moves = self.hold(about), self.hold(shifts)
+        self._add(Op.STAGES, at, moves, parameters, batches, slot, tally, number, self.pace)
 
     def copies_of(
         self, columns: tuple[int, ...], shift: int, stream: int, *, batched: Batched, tally: int = 0, number: int = 0

@@ -16,24 +16,18 @@ from layercast.move.words import address_of
 class Relay:
     """Streams that launches take turns on, the one that goes on behind each, and an event for each turn.
 
-    Of an `alone` one all are the same, and there are no events. words: the five numbers; address: where they lie, as
-    programs name it.
+    words: the five numbers; address: where they lie, as programs name it.
     """
 
     turns: tuple[int, int]
     behind: int
-    events: tuple[int, int] = (0, 0)
+    events: tuple[int, int]
     words: Ints = field(init=False)
     address: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", np.array([*self.turns, self.behind, *self.events], np.int64))
         object.__setattr__(self, "address", address_of(self.words))
-
-    @classmethod
-    def alone(cls, stream: int) -> "Relay":
-        """Launches one after another on one stream, which goes on behind them."""
-        return cls((stream, stream), stream)
 
     @property
     def streams(self) -> tuple[int, ...]:
