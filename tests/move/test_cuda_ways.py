@@ -2,14 +2,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layercast.move.costs import Costs, Direction, Way
-from layercast.move.cuda_ways import rows_of, runs_in, stretches, surely_engine, way_of
+from layercast.move.costs import Costs, Way
+from layercast.move.cuda_ways import rows_of, stretches, surely_engine, way_of
 from layercast.move.kernels.pieces_host import plain_scribe
 from layercast.testing.move_laws import pieces_of
 
 COSTS = Costs(gbps=50.0, piece_us=1.0, row_us=0.3, kernel_gbps=15.0)
 KIB = 1024
 UNMOVED = np.zeros((1, 2), np.int64)
+SCRIBE = plain_scribe()
 
 
 def scattered(blocks, size, *, host_run):
@@ -17,8 +18,8 @@ def scattered(blocks, size, *, host_run):
     return pieces_of(*((2**30 + (i + i // host_run) * size, 2**40 + 3 * i * size, size) for i in range(blocks)))
 
 
-def choice(pieces, direction=Direction.UP, **available):
-    fits = {"runs": runs_in(pieces, direction), "kernel": plain_scribe().look(pieces.table, UNMOVED)[2]}
+def choice(pieces, **available):
+    fits = {"runs": SCRIBE.runs(pieces.table, True), "kernel": SCRIBE.look(pieces.table, UNMOVED)[2]}
     return way_of(pieces.size, COSTS, **{**fits, **available})
 
 
@@ -49,14 +50,14 @@ def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     words=st.integers(1, 1 << 13),
     host_run=st.integers(1, 64),
     figures=st.tuples(*[st.floats(0.01, 100.0)] * 4),
-    direction=st.sampled_from(Direction),
+    up=st.booleans(),
     staging=st.booleans(),
 )
-def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, host_run, figures, direction, staging):
+def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, host_run, figures, up, staging):
     costs, size = Costs(*figures), 16 * words
     pieces = scattered(blocks, size, host_run=host_run)
     if surely_engine(pieces.size, costs):
-        runs = runs_in(pieces, direction) if staging else 0
+        runs = SCRIBE.runs(pieces.table, up) if staging else 0
         assert way_of(pieces.size, costs, kernel=True, runs=runs) is Way.ENGINE
 
 
@@ -80,13 +81,6 @@ def test_rows_are_the_copies_of_all_pieces_in_order(pieces):
     pieces = pieces_of(*((1000, 5000, *piece) for piece in pieces))
     rows = rows_of(pieces)
     assert list(zip(*(column.tolist() for column in (rows.source, rows.target, rows.length)), strict=True)) == wanted
-
-
-def test_only_between_host_and_device_do_pieces_make_runs_in_host_memory():
-    pieces = scattered(12, 16, host_run=4)
-    runs = {direction: runs_in(pieces, direction) for direction in Direction}
-    assert runs == {Direction.UP: 3, Direction.DOWN: 12, Direction.LOCAL: 0, Direction.PEER: 0}
-    assert runs_in(pieces_of((0, 0, 0)), Direction.UP) == 0
 
 
 def test_stretches_are_numbered_in_order_of_address():

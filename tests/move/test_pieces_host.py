@@ -89,6 +89,67 @@ def test_a_table_has_every_copy_in_its_column_and_nothing_is_written_outside_its
     assert room[before : before + 3 * columns].tolist() == [number for row in rows for number in [*row, *pad]]
 
 
+def stretches_in(copies):
+    """[(address, bytes)] of unbroken memory, of (address, bytes) in order of address."""
+    found = []
+    for at, nbytes in copies:
+        if found and sum(found[-1]) == at:
+            found[-1] = found[-1][0], found[-1][1] + nbytes
+        else:
+            found.append((at, nbytes))
+    return found
+
+
+@given(table=TABLES, up=st.booleans())
+def test_runs_are_the_stretches_of_host_memory_whatever_the_order_of_pieces(scribe, table, up):
+    hosts = sorted((copy[0] if up else copy[1], copy[2]) for copy in copies_in(table))
+    assert scribe.runs(table, up) == plain_scribe().runs(table, up)
+    if len({at for at, _ in hosts}) == len(hosts):
+        assert scribe.runs(table, up) == len(stretches_in(hosts))
+
+
+@given(table=TABLES, up=st.booleans(), slot=st.integers(1, 1 << 19), before=st.integers(0, 9), room=st.integers(0, 240))
+def test_parts_of_pieces_bring_each_copy_by_way_of_a_slot_that_none_outgrows(scribe, table, up, slot, before, room):
+    copies, made = copies_in(table), np.full(before + room, UNTOUCHED, np.int64)
+    longs, parts = scribe.cut(table, up, slot, made, before)
+    same = np.full(before + room, UNTOUCHED, np.int64)
+    assert [found.tolist() for found in plain_scribe().cut(table, up, slot, same, before)] == [
+        longs.tolist(),
+        parts.tolist(),
+    ]
+    if parts.tolist() == [[-1] * 5]:
+        askew = any(number % 16 for copy in copies for number in copy)
+        assert askew or max(copy[2] for copy in copies) > slot or 3 * (len(copies) + 2 * len(copies)) > room
+        return
+    assert made.tolist() == same.tolist()
+    assert (made[:before] == UNTOUCHED).all()
+    found, at = [], before
+    for first, count, table_at, pieces, turns in parts.tolist():
+        long = longs[first : first + 6 * count].reshape(6, count)
+        assert (long[3:].T == (1, 0, 0)).all()
+        hosts, slots, sizes = (long[0], long[1], long[2]) if up else (long[1], long[0], long[2])
+        assert table_at == at
+        assert 0 < sizes.sum() <= slot
+        ends = [*zip(hosts.tolist(), sizes.tolist(), strict=True)]
+        assert slots.tolist() == [0, *np.cumsum(sizes).tolist()][:-1]
+        columns = pieces + pieces % 2
+        rows = made[at : at + 3 * columns].reshape(3, columns)[:, :pieces].tolist()
+        ours = [
+            (from_, to, 8 * words) if up else (to, from_, 8 * words) for from_, to, words in zip(*rows, strict=True)
+        ]
+        assert turns == -(-max(nbytes for _, _, nbytes in ours) // (8 * BLOCK))
+        for in_slot, other, nbytes in ours:
+            nth = int(np.searchsorted(slots, in_slot, side="right")) - 1
+            host = int(hosts[nth]) + in_slot - int(slots[nth])
+            assert in_slot + nbytes <= slots[nth] + sizes[nth]
+            found.append((host, other, nbytes) if up else (other, host, nbytes))
+        host_side = [(copy[0] if up else copy[1], copy[2]) for copy in found[-pieces:]]
+        assert stretches_in(host_side) == ends
+        at += 3 * columns
+    assert (made[at:] == UNTOUCHED).all()
+    assert sorted(found) == sorted(copies)
+
+
 @given(
     shifts=SHIFTS,
     tables=st.lists(
@@ -111,6 +172,8 @@ def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shi
 def test_a_kernel_may_copy_nothing_at_all(scribe):
     assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, True)
     assert scribe.spread(pieces_of().table, np.zeros(0, np.int64), 0) == (0, 0)
+    assert scribe.runs(pieces_of((0, 0, 0)).table, True) == 0
+    assert [len(found) for found in scribe.cut(pieces_of().table, True, 16, np.zeros(0, np.int64), 0)] == [0, 0]
 
 
 def test_where_numba_is_not_installed_numpy_writes(monkeypatch):

@@ -20,7 +20,7 @@ from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_rows import TALLY_BYTES
 from layercast.move.cuda_stage import SLOTS, Slots
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
-from layercast.move.cuda_ways import Ints, rows_of, runs_in, stretches, surely_engine, way_of
+from layercast.move.cuda_ways import Ints, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
@@ -126,7 +126,8 @@ class Lane:
         slot_bytes = self.staging.slot_bytes
         if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-            return way_of(sample.size, self.costs, kernel=True, runs=runs_in(sample, self.direction))
+            runs = kernel.scribe.runs(sample.table, self.direction is Direction.UP)
+            return way_of(sample.size, self.costs, kernel=True, runs=runs)
         return way_of(few, self.costs, kernel=True)
 
     def granted(self, way: Way) -> Way:
@@ -223,7 +224,7 @@ class Lane:
         long = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
         short = long.copy()
         long[:, 1 if up else 0] = short[:, 0 if up else 1] = slots.places(first, count)
-        columns = [word for part in parts for word in program.columns(part.long)]
+        columns = [word for part in parts for word in part.long]
         about = np.array([up, *self._launched(STAGED_GRID), slots.address, self.batched, len(parts), *columns])
         at = self._parameters(program, parts, short)
         program.stages(about, long, at, len(chosen), first, self.tally.address, number)
@@ -252,32 +253,13 @@ class Lane:
     def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
         """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
+            scribe, up = self._kernel.scribe, self.direction is Direction.UP
             if way is Way.STAGED:
-                parts = self._cut(tables, Pieces(pieces.table))
+                parts = tables.cut(pieces, up, self.staging.slot_bytes, scribe)
             else:
-                table = tables.add(pieces, self._kernel.scribe)
-                parts = [Part(_NO_PIECES, table)] if table.pieces else []
+                table = tables.add(pieces, scribe)
+                parts = [Part((0, 0), table)] if table.pieces else []
             tables.parts[id(pieces.table)] = parts
-        return parts
-
-    def _cut(self, tables: Tables, pieces: Pieces) -> list[Part]:
-        """Pieces in parts that fit a slot each."""
-        up, parts, first, rows = self.direction is Direction.UP, list[Part](), 0, rows_of(pieces)
-        order, stretch = stretches(rows.source if up else rows.target, rows.length)
-        rows = rows.take(order)
-        ends = np.cumsum(rows.length)
-        while first < len(rows):
-            skipped = int(ends[first] - rows.length[first])
-            last = int(np.searchsorted(ends, skipped + self.staging.slot_bytes, side="right"))
-            part = rows.take(slice(first, last))
-            staged = ends[first:last] - part.length - skipped
-            heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
-            from_, to = (part.source, staged) if up else (staged, part.target)
-            long = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads))
-            from_, to = (staged, part.target) if up else (part.source, staged)
-            short = Pieces.plain(from_, to, part.length)
-            parts.append(Part(long, tables.add(short, self._kernel.scribe)))
-            first = last
         return parts
 
     def _streams(self, way: Way) -> tuple[int, ...]:

@@ -28,11 +28,11 @@ TABLE_BYTES = 1 << 20
 class Part(NamedTuple):
     """What goes through one slot of the staging buffer, whatever layer it is of.
 
-    long: copies between host memory and the slot, whose addresses here begin at 0. table: of the copies between the
-    slot, likewise, and the blocks.
+    long: where the copies between host memory and the slot lie, int64 [6, copies] as in `Pieces`, and how many they
+    are. table: of those between the slot and the blocks. Addresses in the slot begin at 0.
     """
 
-    long: Pieces
+    long: tuple[int, int]
     table: Table
 
 
@@ -51,6 +51,8 @@ class Tables:
     """By the id of what batches share: a table is written once for all layers."""
     placed: dict[int, int] = field(default_factory=dict)
     """By the id of a series: where the parameters of its launches begin."""
+    held: list[Ints] = field(default_factory=list)
+    """What parts name."""
     upload: tuple[tuple[int, int], int] = field(init=False)
     """The copy from the one memory to the other, once `complete`, as `Program.copies_of` takes it."""
     _copy: Ints = field(init=False)
@@ -68,6 +70,7 @@ class Tables:
         self.used = 0
         self.parts.clear()
         self.placed.clear()
+        self.held.clear()
 
     def add(self, pieces: Pieces, scribe: Scribe) -> Table:
         """Append a table of all copies that they are, not shifted."""
@@ -76,6 +79,17 @@ class Tables:
         assert copies >= 0, f"{MULTIPLES}, and there must be room for them"
         self.used += 24 * even(copies)
         return Table(self.device + at, even(copies), copies, chunks)
+
+    def cut(self, pieces: Pieces, up: bool, slot_bytes: int, scribe: Scribe) -> list[Part]:
+        """Append tables of all copies that they are, not shifted, in parts that fit a slot each. up: from the host."""
+        long, parts = scribe.cut(pieces.table, up, slot_bytes, self._room, self.used // 8)
+        self.held.append(long)
+        at, found = address_of(long), list[Part]()
+        for first, longs, table, copies, turns in parts.tolist():
+            assert copies >= 0, f"{MULTIPLES}, and there must be room for them"
+            found.append(Part((at + 8 * first, longs), Table(self.device + 8 * table, even(copies), copies, turns)))
+            self.used += 24 * even(copies)
+        return found
 
     def complete(self) -> None:
         """There is no more to come."""

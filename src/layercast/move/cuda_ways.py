@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from layercast.move.costs import Costs, Direction, Way
+from layercast.move.costs import Costs, Way
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
@@ -72,15 +72,6 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
 
 
-def runs_in(pieces: Pieces, direction: Direction) -> int:
-    """The unbroken stretches of host memory on the way up or down; 0 where there is none, or no bytes."""
-    if direction not in (Direction.UP, Direction.DOWN):
-        return 0
-    rows = rows_of(pieces)
-    stretch = stretches(rows.source if direction is Direction.UP else rows.target, rows.length)[1]
-    return int(stretch[-1]) + 1 if len(rows) else 0
-
-
 def surely_engine(size: tuple[int, int], costs: Costs) -> bool:
     """Whether `way_of` will say so of pieces of that size wherever they lie: to see that takes microseconds, a look at
     all rows tens.
@@ -102,7 +93,7 @@ def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0) 
     """The way expected to take least time, where the engine alone has its edge.
 
     size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
-    that they make in host memory, see `runs_in`; 0 = they can't be staged.
+    that they make in host memory; 0 = they can't be staged.
     """
     nbytes, count = size
     if count < 2 or not kernel:

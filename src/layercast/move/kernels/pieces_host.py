@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from layercast.move.cuda_ways import rows_of
+from layercast.move.cuda_ways import rows_of, stretches
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
@@ -44,6 +44,16 @@ class Scribe(NamedTuple):
 
     Copies of no bytes are left out. Returns (copies, turns that the longest takes), or (-1, 0) where not all are
     multiples of WORD_BYTES, or there is no room.
+    """
+    runs: Callable[[Ints, bool], int]
+    """runs(pieces, up): the unbroken stretches of host memory that they make, on their source if up, else target."""
+    cut: Callable[[Ints, bool, int, Ints, int], tuple[Ints, Ints]]
+    """cut(pieces, up, slot_bytes, room, at): cut them in parts that fit a slot each, in the order of host memory.
+
+    Returns (long, parts). Row (first, longs, table, copies, turns) of int64 [parts, 5]: long[first:] holds int64
+    [6, longs], the copies between host memory and the slot, as in `Pieces`; room[table:] the kernel's table of those
+    between the slot and the blocks, as by `spread`. Addresses in a slot begin at 0. None where there are no bytes; one
+    of -1 where `spread` would say so, or one copy fits no slot.
     """
     launch: Callable[..., int]
     """launch(given, shifts, first, step, *table): write rows first, first + step... of int64 [launches, PARAMETERS].
@@ -79,6 +89,34 @@ def plain_scribe() -> Scribe:
         table[2] >>= 3
         return count, -(-int(table[2].max(initial=0)) // BLOCK)
 
+    def runs(pieces: Ints, up: bool) -> int:
+        rows = rows_of(Pieces(pieces))
+        stretch = stretches(rows.source if up else rows.target, rows.length)[1]
+        return int(stretch[-1]) + 1 if len(rows) else 0
+
+    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
+        rows, first, parts = rows_of(Pieces(pieces)), 0, list[tuple[int, ...]]()
+        order, stretch = stretches(rows.source if up else rows.target, rows.length)
+        rows, longs, used = rows.take(order), list[Ints](), 0
+        ends = np.cumsum(rows.length)
+        while first < len(rows):
+            skipped = int(ends[first] - rows.length[first])
+            last = int(np.searchsorted(ends, skipped + slot_bytes, side="right"))
+            part, in_slot = rows.take(slice(first, last)), (ends - rows.length)[first:last] - skipped
+            heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
+            from_, to = (part.source, in_slot) if up else (in_slot, part.target)
+            if first < last:
+                longs.append(
+                    Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads)).table.reshape(-1)
+                )
+            from_, to = (in_slot, part.target) if up else (part.source, in_slot)
+            copies, turns = spread(Pieces.plain(from_, to, part.length).table, room, at)
+            if first == last or copies < 0 or odd(part.table):
+                return np.zeros(0, np.int64), np.full((1, 5), -1)
+            parts.append((used, len(heads), at, copies, turns))
+            at, used, first = at + 3 * even(copies), used + 6 * len(heads), last
+        return np.concatenate([np.zeros(0, np.int64), *longs]), np.array(parts, np.int64).reshape(-1, 5)
+
     def launch(
         given: Ints, shifts: Ints, first: int, step: int, address: int, columns: int, pieces: int, chunks: int
     ) -> int:
@@ -87,7 +125,7 @@ def plain_scribe() -> Scribe:
         ours[:, 5:7], ours[:, 7:] = shifts[first::step], 0
         return 0 if odd(ours[:, 5:7]) or (address | 8 * columns) % WORD_BYTES else given.ctypes.data
 
-    return Scribe(look, spread, launch)
+    return Scribe(look, spread, runs, cut, launch)
 
 
 @cache
@@ -99,10 +137,12 @@ def compiled_scribe() -> Scribe:
     from numba import njit, types
 
     number, read = types.int64, types.Array(types.int64, 2, "A", readonly=True)  # other arrays pass as such ones
-    spread = njit(types.UniTuple(number, 2)(read, number[::1], number))(_spread)
+    yes, laid = types.boolean, njit(_laid)
     return Scribe(
-        njit(types.Tuple((number, number, types.boolean))(read, read))(_look),
-        spread,
+        njit(types.Tuple((number, number, yes))(read, read))(_look),
+        njit(types.UniTuple(number, 2)(read, number[::1], number))(_spread),
+        njit(number(read, yes))(_runs(laid)),
+        njit(types.Tuple((number[::1], number[:, ::1]))(read, yes, number, number[::1], number))(_cut(laid)),
         njit(number(number[:, ::1], read, *[number] * 6))(_launch),
     )
 
@@ -147,6 +187,72 @@ def _spread(pieces: Ints, room: Ints, at: int) -> tuple[int, int]:
     if columns > copies:
         room[here] = room[here + columns] = room[here + 2 * columns] = 0
     return (-1, 0) if bits % WORD_BYTES else (copies, (longest + BLOCK - 1) // BLOCK)
+
+
+def _laid(pieces: Ints, up: bool) -> tuple[Ints, Ints]:
+    """(host's address, the other one, bytes of each copy of any: int64 [3, copies], their order in host memory)."""
+    copies, nth, ordered = 0, 0, True
+    for piece in range(pieces.shape[1]):
+        if pieces[2, piece] > 0:
+            copies += pieces[3, piece]
+    rows = np.empty((3, copies), np.int64)
+    for piece in range(pieces.shape[1]):
+        for turn in range(pieces[3, piece] if pieces[2, piece] > 0 else 0):
+            from_, to = pieces[0, piece] + turn * pieces[4, piece], pieces[1, piece] + turn * pieces[5, piece]
+            rows[0, nth], rows[1, nth], rows[2, nth] = from_ if up else to, to if up else from_, pieces[2, piece]
+            ordered = ordered and (nth == 0 or rows[0, nth - 1] <= rows[0, nth])
+            nth += 1
+    return rows, np.arange(copies) if ordered else np.argsort(rows[0], kind="mergesort")
+
+
+def _runs(laid: Callable[[Ints, bool], tuple[Ints, Ints]]) -> Callable[[Ints, bool], int]:
+    def run(pieces: Ints, up: bool) -> int:
+        rows, order = laid(pieces, up)
+        runs, end = 0, np.int64(-1)
+        for nth in order:
+            runs, end = runs + (rows[0, nth] != end), rows[0, nth] + rows[2, nth]
+        return runs
+
+    return run
+
+
+def _cut(laid: Callable[[Ints, bool], tuple[Ints, Ints]]) -> Callable[..., tuple[Ints, Ints]]:
+    def run(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
+        rows, order = laid(pieces, up)
+        copies, first, used, found, bits = len(order), 0, 0, 0, np.int64(0)
+        long, parts = np.empty(6 * copies, np.int64), np.empty((copies, 5), np.int64)
+        bad = np.full((1, 5), -1)
+        while first < copies:
+            last, filled, longs, end = first, 0, 0, np.int64(-1)
+            while last < copies and filled + rows[2, order[last]] <= slot_bytes:
+                nth = order[last]
+                longs, filled, last = longs + (rows[0, nth] != end), filled + rows[2, nth], last + 1
+                end = rows[0, nth] + rows[2, nth]
+            columns = last - first + (last - first) % 2
+            if last == first or at + 3 * columns > len(room):
+                return long[:0], bad
+            here, longest, filled, end, nth_long = at, np.int64(0), 0, np.int64(-1), used - 1
+            for place in range(first, last):
+                host, other, nbytes = rows[0, order[place]], rows[1, order[place]], rows[2, order[place]]
+                if host != end:
+                    nth_long += 1
+                    long[nth_long], long[nth_long + longs] = host if up else filled, filled if up else host
+                    long[nth_long + 2 * longs], long[nth_long + 3 * longs] = 0, 1
+                    long[nth_long + 4 * longs] = long[nth_long + 5 * longs] = 0
+                long[nth_long + 2 * longs] += nbytes
+                room[here], room[here + columns] = filled if up else other, other if up else filled
+                room[here + 2 * columns] = nbytes >> 3
+                bits |= host | other | nbytes
+                longest, filled, end, here = max(longest, nbytes >> 3), filled + nbytes, host + nbytes, here + 1
+            if columns > last - first:
+                room[here] = room[here + columns] = room[here + 2 * columns] = 0
+            parts[found] = used, longs, at, last - first, (longest + BLOCK - 1) // BLOCK
+            found, used, at, first = found + 1, used + 6 * longs, at + 3 * columns, last
+        if bits % WORD_BYTES:
+            return long[:0], bad
+        return long[:used], parts[:found]
+
+    return run
 
 
 def _launch(
