@@ -163,10 +163,10 @@ class Ground:
         layers, nbytes = self.shape.layers, self._count(tokens) * self.shape.layers * self.shape.block_bytes
         return windows_of(tuple(range(layers)), saved_together(layers, nbytes))
 
-    def save(self, tokens: int | None = None) -> list[Pieces]:
-        """Plan a step as a worker does to save: the pieces of each of `parts`."""
+    def save(self, tokens: int | None = None) -> list[Series]:
+        """Plan a step as a worker does to save: each of `parts`, which share what is alike in them."""
         plan = self._plan(tokens, up=False)
-        return [plan.window(part) for part in self.parts(tokens)]
+        return [series for part in self.parts(tokens) for _, series, _ in plan.series((part,))]
 
     def _plan(self, tokens: int | None, *, up: bool) -> CopyPlan:
         count = self._count(tokens)
