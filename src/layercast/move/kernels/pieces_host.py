@@ -130,19 +130,35 @@ def plain_scribe() -> Scribe:
 
 @cache
 def compiled_scribe() -> Scribe:
-    """The same compiled by numba, for a second when first called. Raises ImportError where numba is not.
+    """The same compiled by numba, for two seconds when first called. Raises ImportError where numba is not.
 
     The calls keep the interpreter lock, as they end in microseconds.
     """
     from numba import njit, types
 
     number, read = types.int64, types.Array(types.int64, 2, "A", readonly=True)  # other arrays pass as such ones
-    yes, laid = types.boolean, njit(_laid)
+    yes, many = types.boolean, number[:, ::1]
+    lay, count, fill = (
+        njit(types.Tuple((many, yes))(read, yes))(_laid),
+        njit(number(many, number[::1]))(_runs),
+        njit(types.UniTuple(number, 2)(many, number[::1], yes, number, number[::1], number, number[::1], many))(_cut),
+    )
+
+    def laid(pieces: Ints, up: bool) -> tuple[Ints, Ints]:
+        rows, ordered = lay(pieces, up)
+        return rows, np.arange(len(rows[0])) if ordered else np.argsort(rows[0], kind="stable")
+
+    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
+        rows, order = laid(pieces, up)
+        long, parts = np.empty(6 * len(order), np.int64), np.empty((len(order), 5), np.int64)
+        found, used = fill(rows, order, up, slot_bytes, room, at, long, parts)
+        return (long[:used], parts[:found]) if found >= 0 else (long[:0], np.full((1, 5), -1))
+
     return Scribe(
         njit(types.Tuple((number, number, yes))(read, read))(_look),
         njit(types.UniTuple(number, 2)(read, number[::1], number))(_spread),
-        njit(number(read, yes))(_runs(laid)),
-        njit(types.Tuple((number[::1], number[:, ::1]))(read, yes, number, number[::1], number))(_cut(laid)),
+        lambda pieces, up: count(*laid(pieces, up)),
+        cut,
         njit(number(number[:, ::1], read, *[number] * 6))(_launch),
     )
 
@@ -189,8 +205,8 @@ def _spread(pieces: Ints, room: Ints, at: int) -> tuple[int, int]:
     return (-1, 0) if bits % WORD_BYTES else (copies, (longest + BLOCK - 1) // BLOCK)
 
 
-def _laid(pieces: Ints, up: bool) -> tuple[Ints, Ints]:
-    """(host's address, the other one, bytes of each copy of any: int64 [3, copies], their order in host memory)."""
+def _laid(pieces: Ints, up: bool) -> tuple[Ints, bool]:
+    """(host's address, the other one, bytes of each copy of any: int64 [3, copies], whether they ascend there)."""
     copies, nth, ordered = 0, 0, True
     for piece in range(pieces.shape[1]):
         if pieces[2, piece] > 0:
@@ -202,57 +218,49 @@ def _laid(pieces: Ints, up: bool) -> tuple[Ints, Ints]:
             rows[0, nth], rows[1, nth], rows[2, nth] = from_ if up else to, to if up else from_, pieces[2, piece]
             ordered = ordered and (nth == 0 or rows[0, nth - 1] <= rows[0, nth])
             nth += 1
-    return rows, np.arange(copies) if ordered else np.argsort(rows[0], kind="mergesort")
+    return rows, ordered
 
 
-def _runs(laid: Callable[[Ints, bool], tuple[Ints, Ints]]) -> Callable[[Ints, bool], int]:
-    def run(pieces: Ints, up: bool) -> int:
-        rows, order = laid(pieces, up)
-        runs, end = 0, np.int64(-1)
-        for nth in order:
-            runs, end = runs + (rows[0, nth] != end), rows[0, nth] + rows[2, nth]
-        return runs
-
-    return run
+def _runs(rows: Ints, order: Ints) -> int:
+    runs, end = 0, np.int64(-1)
+    for nth in order:
+        runs, end = runs + (rows[0, nth] != end), rows[0, nth] + rows[2, nth]
+    return runs
 
 
-def _cut(laid: Callable[[Ints, bool], tuple[Ints, Ints]]) -> Callable[..., tuple[Ints, Ints]]:
-    def run(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
-        rows, order = laid(pieces, up)
-        copies, first, used, found, bits = len(order), 0, 0, 0, np.int64(0)
-        long, parts = np.empty(6 * copies, np.int64), np.empty((copies, 5), np.int64)
-        bad = np.full((1, 5), -1)
-        while first < copies:
-            last, filled, longs, end = first, 0, 0, np.int64(-1)
-            while last < copies and filled + rows[2, order[last]] <= slot_bytes:
-                nth = order[last]
-                longs, filled, last = longs + (rows[0, nth] != end), filled + rows[2, nth], last + 1
-                end = rows[0, nth] + rows[2, nth]
-            columns = last - first + (last - first) % 2
-            if last == first or at + 3 * columns > len(room):
-                return long[:0], bad
-            here, longest, filled, end, nth_long = at, np.int64(0), 0, np.int64(-1), used - 1
-            for place in range(first, last):
-                host, other, nbytes = rows[0, order[place]], rows[1, order[place]], rows[2, order[place]]
-                if host != end:
-                    nth_long += 1
-                    long[nth_long], long[nth_long + longs] = host if up else filled, filled if up else host
-                    long[nth_long + 2 * longs], long[nth_long + 3 * longs] = 0, 1
-                    long[nth_long + 4 * longs] = long[nth_long + 5 * longs] = 0
-                long[nth_long + 2 * longs] += nbytes
-                room[here], room[here + columns] = filled if up else other, other if up else filled
-                room[here + 2 * columns] = nbytes >> 3
-                bits |= host | other | nbytes
-                longest, filled, end, here = max(longest, nbytes >> 3), filled + nbytes, host + nbytes, here + 1
-            if columns > last - first:
-                room[here] = room[here + columns] = room[here + 2 * columns] = 0
-            parts[found] = used, longs, at, last - first, (longest + BLOCK - 1) // BLOCK
-            found, used, at, first = found + 1, used + 6 * longs, at + 3 * columns, last
-        if bits % WORD_BYTES:
-            return long[:0], bad
-        return long[:used], parts[:found]
-
-    return run
+def _cut(
+    rows: Ints, order: Ints, up: bool, slot_bytes: int, room: Ints, at: int, long: Ints, parts: Ints
+) -> tuple[int, int]:
+    """(parts, numbers in `long`); -1 parts: see `Scribe.cut`."""
+    copies, first, used, found, bits = len(order), 0, 0, 0, np.int64(0)
+    while first < copies:
+        last, filled, longs, end = first, 0, 0, np.int64(-1)
+        while last < copies and filled + rows[2, order[last]] <= slot_bytes:
+            nth = order[last]
+            longs, filled, last = longs + (rows[0, nth] != end), filled + rows[2, nth], last + 1
+            end = rows[0, nth] + rows[2, nth]
+        columns = last - first + (last - first) % 2
+        if last == first or at + 3 * columns > len(room):
+            return -1, 0
+        here, longest, filled, end, nth_long = at, np.int64(0), 0, np.int64(-1), used - 1
+        for place in range(first, last):
+            host, other, nbytes = rows[0, order[place]], rows[1, order[place]], rows[2, order[place]]
+            if host != end:
+                nth_long += 1
+                long[nth_long], long[nth_long + longs] = host if up else filled, filled if up else host
+                long[nth_long + 2 * longs], long[nth_long + 3 * longs] = 0, 1
+                long[nth_long + 4 * longs] = long[nth_long + 5 * longs] = 0
+            long[nth_long + 2 * longs] += nbytes
+            room[here], room[here + columns] = filled if up else other, other if up else filled
+            room[here + 2 * columns] = nbytes >> 3
+            bits |= host | other | nbytes
+            longest, filled, end, here = max(longest, nbytes >> 3), filled + nbytes, host + nbytes, here + 1
+        if columns > last - first:
+            room[here] = room[here + columns] = room[here + 2 * columns] = 0
+        parts[found, 0], parts[found, 1], parts[found, 2] = used, longs, at
+        parts[found, 3], parts[found, 4] = last - first, (longest + BLOCK - 1) // BLOCK
+        found, used, at, first = found + 1, used + 6 * longs, at + 3 * columns, last
+    return (-1, 0) if bits % WORD_BYTES else (found, used)
 
 
 def _launch(
