@@ -85,12 +85,12 @@ class Lane:
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
-        staging, self.staging, slots = self.staging, Staging(), self.staging.slots
-        for stream in (*self._relay.streams, *([slots.turns[1]] if slots else [])):
+        for stream in self._own_streams:
             self.driver.drop_stream(stream)
+        staging, self.staging = self.staging, Staging()
         for tables in self.tables.close(0.0):
             self.driver.drop_event(tables.free)
-        for event in [self._tail, self._filled, *self._relay.events, *(slots.events if slots else [])]:
+        for event in [self._tail, self._filled, *self._relay.events, *(staging.slots.events if staging.slots else [])]:
             self.driver.drop_event(event)
         self.tally.close()
         self.driver.drop_host_memory(self.tally.address)
@@ -132,7 +132,7 @@ class Lane:
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""
-        if way is Way.STAGED and not self.ready(way):
+        if not self.ready(way):
             self._take_slots(self.staging.slot_bytes)
         return way if self.ready(way) else Way.ENGINE
 
@@ -198,8 +198,7 @@ class Lane:
         held: tables of programs of which it is not known how much the device has been handed.
         """
         self._wait_for(self._tail)
-        slots = self.staging.slots
-        for stream in (*self._relay.streams[1:], *(slots.turns[1:] if slots else ())):
+        for stream in self._own_streams[1:]:
             self.driver.record(self._tail, stream)
             self._wait_for(self._tail)
         for tables in held:
@@ -261,6 +260,11 @@ class Lane:
                 parts = [Part((0, 0), table)] if table.pieces else []
             tables.parts[id(pieces.table)] = parts
         return parts
+
+    @property
+    def _own_streams(self) -> tuple[int, ...]:
+        """All streams that there are by now, first that which copies."""
+        return *self._relay.streams, *(self.staging.slots.turns[1:] if self.staging.slots else ())
 
     def _streams(self, way: Way) -> tuple[int, ...]:
         """The streams that read this way's tables, or that count behind these: the first takes the tables up."""

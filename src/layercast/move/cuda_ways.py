@@ -16,7 +16,7 @@ EDGE = 1.25
 """By how much another way must be faster than the copy engine alone to be taken: a kernel's programs take the model's
 place on the device, which costs more than it looks. From an H200 the kernel moves blocks of 64 KiB at 49 GB/s where the
 engine does 52, beside matrix products at 41 where the engine does 47, and makes these 30 % slower; in vLLM hits of
-30,000 tokens in such blocks took 102 ms by the engine and 195 ms staged."""
+30,000 tokens in such blocks took 102 ms by the engine and 195 ms staged, before staging went in the loop."""
 
 
 @dataclass(frozen=True, slots=True)

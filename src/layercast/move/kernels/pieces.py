@@ -1,7 +1,8 @@
 """One kernel: copy many pieces, each from its own address to its own address, with a bounded number of programs.
 
 It scatters a staging buffer over blocks, gathers blocks into one, and writes another GPU's memory. Few programs on
-purpose: they run beside a model, and a link is full long before a GPU is. Does not know what the pieces are.
+purpose where a launch lasts as long as a link takes: they run beside a model, and a link is full long before a GPU is.
+Does not know what the pieces are.
 """
 
 import ctypes

@@ -98,21 +98,20 @@ def plain_scribe() -> Scribe:
         rows, first, parts = rows_of(Pieces(pieces)), 0, list[tuple[int, ...]]()
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
         rows, longs, used = rows.take(order), list[Ints](), 0
-        ends = np.cumsum(rows.length)
+        ends, bad = np.cumsum(rows.length), (np.zeros(0, np.int64), np.full((1, 5), -1))
+        if odd(rows.table) or (rows.length > slot_bytes).any():
+            return bad
         while first < len(rows):
             skipped = int(ends[first] - rows.length[first])
             last = int(np.searchsorted(ends, skipped + slot_bytes, side="right"))
             part, in_slot = rows.take(slice(first, last)), (ends - rows.length)[first:last] - skipped
             heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
             from_, to = (part.source, in_slot) if up else (in_slot, part.target)
-            if first < last:
-                longs.append(
-                    Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads)).table.reshape(-1)
-                )
+            longs.append(Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads)).table.reshape(-1))
             from_, to = (in_slot, part.target) if up else (part.source, in_slot)
             copies, turns = spread(Pieces.plain(from_, to, part.length).table, room, at)
-            if first == last or copies < 0 or odd(part.table):
-                return np.zeros(0, np.int64), np.full((1, 5), -1)
+            if copies < 0:
+                return bad
             parts.append((used, len(heads), at, copies, turns))
             at, used, first = at + 3 * even(copies), used + 6 * len(heads), last
         return np.concatenate([np.zeros(0, np.int64), *longs]), np.array(parts, np.int64).reshape(-1, 5)
