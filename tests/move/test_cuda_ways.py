@@ -24,8 +24,15 @@ def choice(pieces, **available):
 
 
 def test_large_pieces_go_by_the_copy_engine():
+    assert choice(scattered(512, 512 * KIB, host_run=1)) is Way.ENGINE
+    assert choice(scattered(512, 512 * KIB, host_run=512)) is Way.ENGINE
     assert choice(scattered(512, 64 * KIB, host_run=1)) is Way.ENGINE
-    assert choice(scattered(512, 64 * KIB, host_run=512)) is Way.ENGINE
+
+
+def test_few_pieces_go_by_the_copy_engine_and_many_of_a_common_model_are_staged():
+    assert choice(scattered(32, 64 * KIB, host_run=32)) is Way.ENGINE
+    assert choice(scattered(128, 64 * KIB, host_run=128)) is Way.STAGED
+    assert choice(scattered(1875, 64 * KIB, host_run=1875)) is Way.STAGED
 
 
 def test_small_pieces_whose_host_side_is_long_are_staged():
@@ -61,8 +68,8 @@ def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, hos
         assert way_of(pieces.size, costs, kernel=True, runs=runs) is Way.ENGINE
 
 
-def test_blocks_of_common_models_surely_go_by_the_engine():
-    rows = ((2**30 + 2 * i * 64 * KIB, 2**40 + 3 * i * 64 * KIB, 64 * KIB) for i in range(512))
+def test_blocks_that_lie_together_surely_go_by_the_engine():
+    rows = ((2**30 + 2 * i * 1024 * KIB, 2**40 + 3 * i * 1024 * KIB, 1024 * KIB) for i in range(32))
     assert surely_engine(pieces_of(*rows).size, COSTS)
 
 

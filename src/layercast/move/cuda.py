@@ -33,8 +33,8 @@ from layercast.move.line import Line
 from layercast.move.raw import digests_of
 from layercast.plan.pieces import DigestRanges, Pieces, Series
 
-STAGING_BYTES = 96 << 20
-"""Device memory that a direction stages in, at most: three layers of 8,192 tokens of an 8B model."""
+STAGING_BYTES = 64 << 20
+"""Device memory that a direction stages in, at most: two layers of 8,192 tokens of an 8B model, a call a slot."""
 READ_BACK_BYTES = 32 << 20
 """Pinned memory through which device memory is read to be hashed."""
 

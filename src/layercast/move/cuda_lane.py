@@ -26,9 +26,9 @@ from layercast.plan.pieces import Pieces, Series
 
 _log = logging.getLogger("layercast")
 
-FEW, SAMPLE = 32, 2048
-"""Pieces looked at to see whether there is a choice, and to choose a way: those of 32,768 tokens, as some that lie
-scattered in host memory look as if all did."""
+SAMPLE = 2048
+"""Pieces whose places are looked at to choose a way: those of 32,768 tokens, as some of what lies together in host
+memory look as if they lay apart."""
 BACKGROUND_SHARE = 3
 """How much less staging memory there is for what goes in the background."""
 STAGED_GRID = 132
@@ -112,8 +112,8 @@ class Lane:
         if kernel is None or first_of is None:
             return Way.ENGINE
         look = kernel.scribe.look
-        few = look(first_of.pieces.table[:, :FEW], first_of.shifts)[:2]
-        if surely_engine(few, self.costs):
+        size = look(first_of.pieces.table, first_of.shifts)[:2]
+        if surely_engine(size, self.costs):
             return Way.ENGINE
         shared, copies, fine = dict[int, Pieces](), 0, True
         for batch in batches:
@@ -128,7 +128,7 @@ class Lane:
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
             runs = kernel.scribe.runs(sample.table, self.direction is Direction.UP)
             return way_of(sample.size, self.costs, kernel=True, runs=runs)
-        return way_of(few, self.costs, kernel=True)
+        return way_of(size, self.costs, kernel=True)
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""

@@ -12,11 +12,14 @@ from layercast.move.costs import Costs, Way
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-EDGE = 1.25
-"""By how much another way must be faster than the copy engine alone to be taken: a kernel's programs take the model's
-place on the device, which costs more than it looks. From an H200 the kernel moves blocks of 64 KiB at 49 GB/s where the
-engine does 52, beside matrix products at 41 where the engine does 47, and makes these 30 % slower; in vLLM hits of
-30,000 tokens in such blocks took 102 ms by the engine and 195 ms staged, before staging went in the loop."""
+COPY_US, LAUNCH_US = 0.3, 10.0
+"""What a copy costs beside its time on the device, and a staged batch: handing a copy over keeps the driver to itself,
+for which a model's own launches wait (16,384 of them 5 to 9 ms); a launch stands between two events. In vLLM on an H200
+hits of 8,192 tokens in blocks of 64 KiB with 512 new ones took 24.4 ms staged, 26.2 by the engine, 22.5 and 23.3 where
+the same prefix was in GPU memory."""
+SHARE, EDGE = 1.05, 1.25
+"""By how much longer something staged may take than it does, and what a kernel copies over a link: their programs take
+the model's place on the device. From an H200 such a kernel made matrix products 30 % slower, what is staged 2 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +77,24 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 def surely_engine(size: tuple[int, int], costs: Costs) -> bool:
     """Whether `way_of` will say so of pieces of that size wherever they lie: to see that takes microseconds, a look at
-    all rows tens.
+    where all rows lie tens.
 
     No way is faster than the link, or than the kernel over it.
     """
     if costs.forced is not None:
         return costs.forced is Way.ENGINE
     nbytes, count = size
-    return _engine_us(nbytes, count, costs) <= nbytes / max(costs.gbps, costs.kernel_gbps) / 1e3
+    staged, kernel = SHARE * nbytes / costs.gbps / 1e3 + LAUNCH_US, EDGE * nbytes / costs.kernel_gbps / 1e3
+    return _engine_us(nbytes, count, costs) <= min(staged, kernel)
 
 
 def _engine_us(nbytes: int, count: int, costs: Costs) -> float:
-    """What the copy engine takes, less its edge."""
-    return 1.0 / EDGE * max(nbytes / costs.gbps / 1e3, count * costs.piece_us)
+    """What the copy engine takes, and costs beside."""
+    return max(nbytes / costs.gbps / 1e3, count * costs.piece_us) + count * COPY_US
 
 
 def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0) -> Way:
-    """The way expected to take least time, where the engine alone has its edge.
+    """The way expected to cost least time.
 
     size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
     that they make in host memory; 0 = they can't be staged.
@@ -103,6 +107,6 @@ def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0) 
     link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
     took = {Way.ENGINE: _engine_us(nbytes, count, costs)}
     if runs:
-        took[Way.STAGED] = max(link_us, row_us, runs * costs.piece_us)
-    took[Way.KERNEL] = max(nbytes / costs.kernel_gbps / 1e3, row_us)
+        took[Way.STAGED] = SHARE * max(link_us, row_us, runs * costs.piece_us) + runs * COPY_US + LAUNCH_US
+    took[Way.KERNEL] = EDGE * max(nbytes / costs.kernel_gbps / 1e3, row_us)
     return min(took, key=lambda way: took[way])
