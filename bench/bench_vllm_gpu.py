@@ -16,7 +16,7 @@ gates   when the device came to each layer's gate in hits, passed it, and had it
 first   first sight of a prompt, saving on against off, two engines in turn
 decode  inter-token time at 1, 8, 32 and 256 running, two engines in turn
 loop    tokens a second of 256 running, who is replaced as it ends: what saving short prompts and answers costs
-mixed   inter-token time of 32 decodes while 8k hits arrive, one a second; without a connector from GPU memory
+mixed   inter-token time of 32 decodes while 8k hits arrive, one a second
 poisson requests over 16 kinds of 8k prefix at Poisson arrivals, all engines in turn
 """
 
@@ -281,9 +281,9 @@ def hits(engines, args, results):
     """Hits of each shape, all engines in turn, so that the host's good and bad moments are everybody's."""
     for shape in args.shapes:
         rounds = {engine.name: [] for engine in engines}
-        for _, engine in turns(engines, 3):
+        for _, engine in turns(engines, args.reps // 3):
             wishes = {"load": True} if engine.name.startswith("layercast") else None
-            rounds[engine.name].append(engine("hits", wishes=wishes, **order_of(shape, args.reps // 3)))
+            rounds[engine.name].append(engine("hits", wishes=wishes, **order_of(shape, 3)))
         for engine in engines:
             found = hits_of(rounds[engine.name])
             if engine.name.startswith("layercast"):
@@ -293,25 +293,19 @@ def hits(engines, args, results):
             results.put("hits", f"{engine.name} {shape}", found)
 
 
-def rivals_of(engines, args):
-    """Those with a connector; none where it is another pair that has two of them."""
-    rivals = [engine for engine in engines if not engine.name.startswith("recompute")]
-    return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
-
-
 def asked_of(phase, engines, args):
-    """Who takes part: in hits all, in mixed load those with a connector and the floor, at arrivals the former."""
-    rivals = rivals_of(engines, args)
-    floor = [engine for engine in engines if rivals and phase is mixed and engine.name.startswith("recompute")]
-    return engines if phase is hits else [*floor, *rivals]
+    """Who takes part: in hits all, in mixed load and at arrivals those with a connector; none where it is another pair
+    that has two of them."""
+    rivals = [engine for engine in engines if not engine.name.startswith("recompute")]
+    return engines if phase is hits else rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
 
 
 def mixed(engines, args, results):
-    """Decodes beside hits, the engines in turn; without a connector hits are those of GPU memory: the floor."""
+    """Decodes beside hits, the engines in turn."""
     rounds = {engine.name: [] for engine in engines}
     for _, engine in turns(engines, 2):
         order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
-        rounds[engine.name].append(engine("mixed", **order, kept=engine.name.startswith("recompute")))
+        rounds[engine.name].append(engine("mixed", **order))
     for engine in engines:
         results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
         if engine.name.startswith("layercast"):
@@ -405,7 +399,7 @@ def main():
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
     parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits by these too")
-    parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, in three rounds")
+    parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, three a round")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no phase after so long")

@@ -223,17 +223,13 @@ class Engine:
         times = [b - a for a, b in pairwise(stamps)]
         return {"tokens_per_s": counted / (stamps[-1] - stamps[0]), "seconds": times}
 
-    def mixed(self, running, prefix, new, count, every_s, kept=False):
-        """Seconds between tokens of `running` decodes while a hit arrives each `every_s` seconds; the hits' TTFT.
-
-        kept: the prefixes stay in GPU memory.
-        """
+    def mixed(self, running, prefix, new, count, every_s):
+        """Seconds between tokens of `running` decodes while a hit arrives each `every_s` seconds; the hits' TTFT."""
         bases = [self.tokens(prefix) for _ in range(count)]
         for base in bases:
             self.answer(base)
             self.settle(0.1)
-        if not kept:
-            self.forget()
+        self.forget()
         sampling = SamplingParams(temperature=0.0, max_tokens=20000, ignore_eos=True, detokenize=False)
         names = [f"run-{self.number}-{i}" for i in range(running)]
         self.number += 1
