@@ -180,9 +180,13 @@ def on_core(engine, number):
 
 
 def turns(engines, rounds):
-    """(round, engine), engine after engine on one core, every other round the other way round."""
+    """(round, engine), engine after engine on one core, in the same order in every round.
+
+    None follows itself: replays of a graph take one of a few speeds, up to 4 % apart, by which kernels a process ran
+    before, until another process has the device. Plain torch does, too: see "speeds of a graph" in gpu_h200.json.
+    """
     for number in range(rounds):
-        for engine in engines if number % 2 == 0 else reversed(engines):
+        for engine in engines:
             with on_core(engine, number):
                 yield number, engine
 
