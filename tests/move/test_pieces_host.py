@@ -158,15 +158,14 @@ def test_parts_of_pieces_bring_each_copy_by_way_of_a_slot_that_none_outgrows(scr
 )
 def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shifts, tables):
     made = np.full((len(shifts), PARAMETERS), UNTOUCHED, np.int64)
-    for nth, (at, columns, pieces, chunks) in enumerate(tables):
-        ours = shifts[nth :: len(tables)]
-        askew = at % 16 or columns % 2 or np.any(ours % 16)
-        found = scribe.launch(made, shifts, nth, len(tables), at, columns, pieces, chunks)
-        assert found == (0 if askew else made.ctypes.data)
-        wanted = [[at, at + 8 * columns, at + 16 * columns, pieces, chunks, *shift, 0, 0] for shift in ours.tolist()]
-        assert made[nth :: len(tables)].tolist() == wanted
-        later = [made[other :: len(tables)] for other in range(nth + 1, len(tables))]
-        assert all((rows == UNTOUCHED).all() for rows in later)
+    found = scribe.launch(made, np.array(tables), shifts)
+    taken = [tables[nth % len(tables)] for nth in range(len(made))]
+    askew = np.any(shifts % 16) or any(at % 16 or columns % 2 for at, columns, *_ in taken)
+    assert found == (0 if askew else made.ctypes.data)
+    assert made.tolist() == [
+        [at, at + 8 * columns, at + 16 * columns, pieces, chunks, *shift, 0, 0]
+        for (at, columns, pieces, chunks), shift in zip(taken, shifts.tolist(), strict=True)
+    ]
 
 
 def test_a_kernel_may_copy_nothing_at_all(scribe):

@@ -297,8 +297,8 @@ class CudaMover(Mover):
         """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        choice = lane.choice(batches[:1]) if pinned else Way.ENGINE
-        if choice is not Way.ENGINE and len(batches) > 1 and lane.choice(batches) is not choice:
+        choice = lane.choice(batches) if pinned else Way.ENGINE
+        if choice is Way.ENGINE and pinned and len(batches) > 1 and lane.choice(batches[:1]) is not choice:
             return None, pinned
         return choice, pinned
 

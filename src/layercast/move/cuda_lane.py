@@ -19,7 +19,7 @@ from layercast.move.cuda_program import EVERYBODYS, LAUNCH_BYTES, Program
 from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_rows import TALLY_BYTES
 from layercast.move.cuda_stage import SLOTS, Slots
-from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Part, Pool, Tables
+from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Parts, Pool, Tables
 from layercast.move.cuda_ways import Ints, surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
@@ -71,13 +71,14 @@ class Lane:
         self.direction = direction
         self.costs: Costs = before.costs if before is not None else DEFAULT_COSTS[direction]
         self.kernel = kernel
-        self.copy, self.spread = driver.stream(urgent=True), driver.stream(urgent=True)
+        self.copy, spread = driver.stream(urgent=True), driver.stream(urgent=True)
         share = 1 if before is None else BACKGROUND_SHARE
+        self._awaited = direction is Direction.UP and before is None
         self.staging = Staging(staging_limit // SLOTS // share // 256 * 256)
         first = before.tally.address if before is not None else 0
         self.tally: Tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction), first)
         self._tail, self._filled = driver.event(), driver.event()
-        self._relay = Relay((self.copy, self.spread), driver.stream(urgent=True), (driver.event(), driver.event()))
+        self._relay = Relay((self.copy, spread), driver.stream(urgent=True), (driver.event(), driver.event()))
         self.tables = Pool(self._take_tables() if kernel is not None else [], self.tally.reached, driver.sleep_until)
         """For the kernel's programs. Without any there is no kernel."""
         if not self.tables or direction not in (Direction.UP, Direction.DOWN):
@@ -113,7 +114,7 @@ class Lane:
             return Way.ENGINE
         look = kernel.scribe.look
         size = look(first_of.pieces.table, first_of.shifts)[:2]
-        if surely_engine(size, self.costs):
+        if surely_engine(size, self.costs, awaited=self._awaited):
             return Way.ENGINE
         shared, copies, fine = dict[int, Pieces](), 0, True
         for batch in batches:
@@ -127,8 +128,8 @@ class Lane:
         if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
             sample = Pieces(first_of.pieces.table[:, :SAMPLE])
             runs = kernel.scribe.runs(sample.table, self.direction is Direction.UP)
-            return way_of(sample.size, self.costs, kernel=True, runs=runs)
-        return way_of(size, self.costs, kernel=True)
+            return way_of(sample.size, self.costs, kernel=True, runs=runs, awaited=self._awaited)
+        return way_of(size, self.costs, kernel=True, awaited=self._awaited)
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""
@@ -181,8 +182,8 @@ class Lane:
         pinned: the device reaches both sides.
         """
         tally, tables = self.tally.address, program.tables
-        stream, moved = self._last(way), [] if tables is None else self._parts(tables, series.pieces, way)
-        if tables is None or not moved:  # by the engine; or there are no bytes, and only the counting is left
+        stream, moved = self._last(way), None if tables is None else self._parts(tables, series.pieces, way)
+        if tables is None or moved is None or not len(moved.tables):  # by the engine, or only the counting is left
             batched = self.batched if pinned else Batched.NO
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:
@@ -215,16 +216,16 @@ class Lane:
             program.record(program.tables.free, stream)
         program.record(self._tail, stream)
 
-    def _stage(self, program: Program, series: Series, chosen: range, parts: Sequence[Part], number: int) -> None:
+    def _stage(self, program: Program, series: Series, chosen: range, parts: Parts, number: int) -> None:
         """Parts of a series by way of slots: long copies between host and slot, a launch between slot and blocks."""
-        slots, count, up = self.staging.slots, len(chosen) * len(parts), self.direction is Direction.UP
+        slots, each, up = self.staging.slots, len(parts.long), self.direction is Direction.UP
         assert slots is not None, "see `ready`"
-        first = number * len(parts) % SLOTS
-        long = np.repeat(series.shifts[chosen.start : chosen.stop], len(parts), axis=0)
+        first = number * each % SLOTS
+        long = np.repeat(series.shifts[chosen.start : chosen.stop], each, axis=0)
         short = long.copy()
-        long[:, 1 if up else 0] = short[:, 0 if up else 1] = slots.places(first, count)
-        columns = [word for part in parts for word in part.long]
-        about = np.array([up, *self._launched(STAGED_GRID), slots.address, self.batched, len(parts), *columns])
+        long[:, 1 if up else 0] = short[:, 0 if up else 1] = slots.places(first, len(long))
+        head = np.array([up, *self._launched(STAGED_GRID), slots.address, self.batched, each], np.int64)
+        about = np.concatenate([head, parts.long.reshape(-1)])
         at = self._parameters(program, parts, short)
         program.stages(about, long, at, len(chosen), first, self.tally.address, number)
 
@@ -239,25 +240,22 @@ class Lane:
         assert self.kernel is not None
         return self.kernel
 
-    def _placed(self, program: Program, tables: Tables, series: Series, parts: Sequence[Part]) -> int:
+    def _placed(self, program: Program, tables: Tables, series: Series, parts: Parts) -> int:
         """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
         if (at := tables.placed.get(id(series))) is None:
             at = tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
         return at
 
-    def _parameters(self, program: Program, parts: Sequence[Part], shifts: Ints) -> int:
+    def _parameters(self, program: Program, parts: Parts, shifts: Ints) -> int:
         """Where those of launches lie that take these parts in turn, each with its shifts."""
-        return program.hold(*self._kernel.values([part.table for part in parts], shifts))
+        return program.hold(*self._kernel.values(parts.tables, shifts))
 
-    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> list[Part]:
-        """What pieces are, apart from their shift, with a program's tables for all layers; [] = no bytes."""
+    def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> Parts:
+        """What pieces are, apart from their shift, with a program's tables for all layers; none = no bytes."""
         if (parts := tables.parts.get(id(pieces.table))) is None:
             scribe, up = self._kernel.scribe, self.direction is Direction.UP
-            if way is Way.STAGED:
-                parts = tables.cut(pieces, up, self.staging.slot_bytes, scribe)
-            else:
-                table = tables.add(pieces, scribe)
-                parts = [Part((0, 0), table)] if table.pieces else []
+            staged = way is Way.STAGED
+            parts = tables.cut(pieces, up, self.staging.slot_bytes, scribe) if staged else tables.add(pieces, scribe)
             tables.parts[id(pieces.table)] = parts
         return parts
 
@@ -306,7 +304,7 @@ class Lane:
         base = self._take("device", SLOTS * nbytes)
         self.staging.slot_bytes = nbytes if base else 0
         if base:
-            turns = self.spread, self.driver.stream(urgent=True)
+            turns = self._relay.turns[1], self.driver.stream(urgent=True)
             events = [self.driver.event() for _ in range(2 * SLOTS)]
             self.staging.slots = Slots(base, nbytes, self.copy, turns, self._relay.behind, events)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layercast.errors import DeadlineExceeded
-from layercast.move.kernels.pieces_host import MULTIPLES, Ints, Scribe, Table, even
+from layercast.move.kernels.pieces_host import MULTIPLES, Ints, Scribe, even
 from layercast.move.words import address_of, words_at
 from layercast.plan.pieces import COLUMNS, Pieces
 
@@ -25,15 +25,16 @@ TABLE_BYTES = 1 << 20
 """Room for the kernel's tables of one program: 43,000 pieces, half of which a lane keeps for what padding may add."""
 
 
-class Part(NamedTuple):
-    """What goes through one slot of the staging buffer, whatever layer it is of.
+class Parts(NamedTuple):
+    """What pieces are, whatever layer they are of; staged, in parts that go through one slot of the buffer each.
 
-    long: where the copies between host memory and the slot lie, int64 [6, copies] as in `Pieces`, and how many they
-    are. table: of those between the slot and the blocks. Addresses in the slot begin at 0.
+    tables: int64 [parts, TABLE], what launches copy; staged, between the slot and the blocks, its addresses in the slot
+    from 0 on. long: int64 [parts, 2], where the copies between host memory and the slot lie, int64 [6, copies] as in
+    `Pieces`, and how many they are; none unless staged.
     """
 
-    long: tuple[int, int]
-    table: Table
+    tables: Ints
+    long: Ints
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class Tables:
     number: int = 0
     """What the lane's tally comes to by then."""
     used: int = 0
-    parts: dict[int, list[Part]] = field(default_factory=dict)
+    parts: dict[int, Parts] = field(default_factory=dict)
     """By the id of what batches share: a table is written once for all layers."""
     placed: dict[int, int] = field(default_factory=dict)
     """By the id of a series: where the parameters of its launches begin."""
@@ -72,24 +73,25 @@ class Tables:
         self.placed.clear()
         self.held.clear()
 
-    def add(self, pieces: Pieces, scribe: Scribe) -> Table:
+    def add(self, pieces: Pieces, scribe: Scribe) -> Parts:
         """Append a table of all copies that they are, not shifted."""
         at = self.used
         copies, chunks = scribe.spread(pieces.table, self._room, at // 8)
         assert copies >= 0, f"{MULTIPLES}, and there must be room for them"
         self.used += 24 * even(copies)
-        return Table(self.device + at, even(copies), copies, chunks)
+        table = np.array([[self.device + at, even(copies), copies, chunks]])
+        return Parts(table if copies else table[:0], np.zeros((0, 2), np.int64))
 
-    def cut(self, pieces: Pieces, up: bool, slot_bytes: int, scribe: Scribe) -> list[Part]:
+    def cut(self, pieces: Pieces, up: bool, slot_bytes: int, scribe: Scribe) -> Parts:
         """Append tables of all copies that they are, not shifted, in parts that fit a slot each. up: from the host."""
         long, parts = scribe.cut(pieces.table, up, slot_bytes, self._room, self.used // 8)
         self.held.append(long)
-        at, found = address_of(long), list[Part]()
-        for first, longs, table, copies, turns in parts.tolist():
-            assert copies >= 0, f"{MULTIPLES}, and there must be room for them"
-            found.append(Part((at + 8 * first, longs), Table(self.device + 8 * table, even(copies), copies, turns)))
-            self.used += 24 * even(copies)
-        return found
+        first, longs, table, copies, turns = parts.T
+        assert copies.min(initial=0) >= 0, f"{MULTIPLES}, and there must be room for them"
+        columns = copies + copies % 2
+        self.used += 24 * int(columns.sum())
+        tables = np.stack([self.device + 8 * table, columns, copies, turns], axis=1)
+        return Parts(tables, np.stack([address_of(long) + 8 * first, longs], axis=1))
 
     def complete(self) -> None:
         """There is no more to come."""

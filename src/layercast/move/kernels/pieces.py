@@ -6,7 +6,6 @@ Does not know what the pieces are.
 """
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layercast.errors import Refused
-from layercast.move.kernels.pieces_host import BLOCK, MULTIPLES, PARAMETERS, Scribe, Table, best_scribe, odd
+from layercast.move.kernels.pieces_host import BLOCK, MULTIPLES, PARAMETERS, Scribe, best_scribe, odd
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,16 +30,15 @@ class PieceKernel:
     scribe: Scribe
     owner: Any
 
-    def values(self, tables: Sequence[Table], shifts: Ints) -> tuple[Ints, int]:
+    def values(self, tables: Ints, shifts: Ints) -> tuple[Ints, int]:
         """Its parameters in each launch, int64 [launches, PARAMETERS], and their address.
 
-        tables: what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes to add to sources and
-        targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
+        tables: int64 [count, TABLE], what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes
+        to add to sources and targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
         """
-        given, address = np.empty((len(shifts), PARAMETERS), np.int64), 0
-        for nth, table in enumerate(tables):
-            address = self.scribe.launch(given, shifts, nth, len(tables), *table)
-            assert address, MULTIPLES
+        given = np.empty((len(shifts), PARAMETERS), np.int64)
+        address = self.scribe.launch(given, tables, shifts)
+        assert address, MULTIPLES
         return given, address
 
 
