@@ -16,6 +16,9 @@ FIRST, MOST, CALL_BYTES = 8, 128, 8 << 20
 than one call. A device sees nothing of a call before all of it is written, so calls grow from FIRST on, by doubling."""
 READ = 512
 """Pieces read at a time: a device waits until the first are."""
+Work = tuple[Ints, Ints, Ints, Ints]
+"""What a loop works with: pieces as read, int64 [6, READ]; addresses that no copy may cross, in order; a call of many
+copies as written, int64 [3, MOST]; and how many the next one may hold, int64 [1]."""
 
 
 def unbroken(cuts: Ints, at: int, nbytes: int) -> int:
@@ -56,26 +59,11 @@ def handing(
 def copying(
     calls: Calls, whole: Callable[..., int], hand_over: Callable[..., int], most_bytes: int = CALL_BYTES
 ) -> Callable[..., int]:
-    """(columns, pieces, source shift, target shift, stream, batched, cuts, call, room, pace) -> error code.
-
-    columns: int64 [6, READ], of which `pieces` are meant. call: int64 [3, MOST], where calls of many copies are
-    written. room: int64 [1], how many the next call may hold.
-    """
+    """(work, pieces that are meant of those read, source shift, target shift, stream, batched, pace) -> error code."""
     one, most = calls.copy, MOST
 
-    def run(
-        columns: Ints,
-        pieces: int,
-        source: int,
-        target: int,
-        stream: int,
-        batched: int,
-        cuts: Ints,
-        call: Ints,
-        room: Ints,
-        pace: int,
-    ) -> int:
-        code, filled, nbytes = 0, 0, 0
+    def run(work: Work, pieces: int, source: int, target: int, stream: int, batched: int, pace: int) -> int:
+        (columns, cuts, call, room), code, filled, nbytes = work, 0, 0, 0
         to_at, from_at, sizes_at = call.ctypes.data, call.ctypes.data + 8 * most, call.ctypes.data + 16 * most
         for nth in range(pieces):
             for step in range(columns[3, nth]):
@@ -105,25 +93,15 @@ def plain_copying(calls: Calls, hand_over: Callable[..., int]) -> Callable[..., 
     """The same, by whole arrays where pieces are plain and cross no cut: a Python loop costs microseconds a piece."""
     by_piece = copying(calls, unbroken, hand_over)
 
-    def run(
-        columns: Ints,
-        pieces: int,
-        source: int,
-        target: int,
-        stream: int,
-        batched: int,
-        cuts: Ints,
-        call: Ints,
-        room: Ints,
-        pace: int,
-    ) -> int:
+    def run(work: Work, pieces: int, source: int, target: int, stream: int, batched: int, pace: int) -> int:
+        columns, cuts, _, room = work
         from_, to, nbytes = columns[0, :pieces] + source, columns[1, :pieces] + target, columns[2, :pieces]
         broken = any(
             (np.searchsorted(cuts, at, "right") < np.searchsorted(cuts, at + nbytes)).any() for at in (from_, to)
         )
         longest = int(nbytes.max(initial=0))
         if not batched or broken or longest > CALL_BYTES or (columns[3, :pieces] != 1).any() or not nbytes.all():
-            return by_piece(columns, pieces, source, target, stream, batched, cuts, call, room, pace)
+            return by_piece(work, pieces, source, target, stream, batched, pace)
         first = code = 0
         while first < pieces and code == 0:
             count, skip = min(int(room[0]), CALL_BYTES // longest, pieces - first), 8 * first
@@ -137,31 +115,20 @@ def plain_copying(calls: Calls, hand_over: Callable[..., int]) -> Callable[..., 
 
 
 def moving(calls: Calls, copies: Callable[..., int]) -> Callable[..., int]:
-    """(table, pieces, address of two shifts, stream, batched, pace, columns, cuts, call, room) -> error code.
+    """(work, table, pieces, address of two shifts, stream, batched, pace) -> error code.
 
-    One batch of a table of pieces, READ of them at a time in `columns`; copies: of `copying`.
+    One batch of a table of pieces, READ of them at a time; copies: of `copying`.
     """
     fetch, width, some = calls.fetch, len(COLUMNS), READ
 
-    def run(
-        table: int,
-        pieces: int,
-        shifts: int,
-        stream: int,
-        batched: int,
-        pace: int,
-        columns: Ints,
-        cuts: Ints,
-        call: Ints,
-        room: Ints,
-    ) -> int:
-        shift, begun, code = np.empty(2, np.int64), 0, 0
+    def run(work: Work, table: int, pieces: int, shifts: int, stream: int, batched: int, pace: int) -> int:
+        columns, shift, begun, code = work[0], np.empty(2, np.int64), 0, 0
         fetch(shift.ctypes.data, shifts, 16)
         while begun < pieces and code == 0:
             count = min(some, pieces - begun)
             for column in range(width):
                 fetch(columns.ctypes.data + 8 * some * column, table + 8 * (pieces * column + begun), 8 * count)
-            code = copies(columns, count, shift[0], shift[1], stream, batched, cuts, call, room, pace)
+            code = copies(work, count, shift[0], shift[1], stream, batched, pace)
             begun += count
         return code
 

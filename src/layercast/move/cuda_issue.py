@@ -136,17 +136,16 @@ def _loop(calls: Calls, batches: Act, launches: Act, stages: Act, order: Order, 
     few, most, some, width, owned = FIRST, MOST, READ, len(COLUMNS), WIDTH - 1
 
     def run(table: Ints, cuts: Ints, errors: Errors, first: int) -> None:
-        call, columns = np.empty((3, most), np.int64), np.empty((width, some), np.int64)
-        room = np.full(1, few)
+        work = np.empty((width, some), np.int64), cuts, np.empty((3, most), np.int64), np.full(1, few)
         for row in range(table.shape[0]):
             op, a, b, c, owner = table[row, 0], table[row, 1], table[row, 2], table[row, 3], table[row, owned]
             code = 0
             if op == is_copies:
-                batches(table[row], columns, cuts, call, room, errors, first)
+                batches(table[row], work, errors, first)
             elif op == is_launches:
                 launches(table[row], errors, first)
             elif op == is_stages:
-                stages(table[row], columns, cuts, call, room, errors, first)
+                stages(table[row], work, errors, first)
             elif op == is_record:
                 code = recorded(a, b)
             elif op == is_wait:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from layercast.move.cuda_copies import Work
 from layercast.move.cuda_driver import Calls
 from layercast.move.cuda_pace import HANDED, LOW, PACE_WORDS, QUEUED
 from layercast.move.cuda_program import LAUNCH_BYTES, Ints
@@ -85,15 +86,15 @@ def ending(counted: Callable[[int, int, int], int], note: Callable[..., None]) -
 
 
 def batching(moved: Callable[..., int], code_of: CodeOf, ended: Act) -> Act:
-    """(a row of copies, columns, cuts, call, room, errors, first): batch by batch, each counted behind its copies."""
+    """(a row of copies, work, errors, first): batch by batch, each counted behind its copies."""
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Errors, first: int) -> None:
+    def run(row: Ints, work: Work, errors: Errors, first: int) -> None:
         table, pieces, stream, batched, shifts = row[1], row[2], row[3], row[4], row[5]
         batches, tally, number, pace, owner = row[6], row[7], row[8], row[9], row[10]
         for nth in range(batches):
             whose, code = owner + nth if owner >= 0 else owner, 0
             if code_of(errors, whose) == 0:
-                code = moved(table, pieces, shifts + 16 * nth, stream, batched, pace, columns, cuts, call, room)
+                code = moved(work, table, pieces, shifts + 16 * nth, stream, batched, pace)
             ended(code, stream, tally, first + number + nth, errors, whose)
 
     return run
@@ -141,7 +142,7 @@ def staging(
     code_of: CodeOf,
     ended: Act,
 ) -> Act:
-    """(a row that stages, columns, cuts, call, room, errors, first): slots are filled, and emptied behind that.
+    """(a row that stages, work, errors, first): slots are filled, and emptied behind that.
 
     Up, a long copy fills a slot and a launch empties it; down, a launch fills it and a long copy empties it, and
     launches are LEAD slots ahead: where a device is busy one takes as long as a copy. Launches take turns on two
@@ -150,7 +151,7 @@ def staging(
     fetch, step, (recorded, awaited) = calls.fetch, LAUNCH_BYTES, order
     slots, some, head, most = SLOTS, ABOUT, HEAD, LEAD
 
-    def run(row: Ints, columns: Ints, cuts: Ints, call: Ints, room: Ints, errors: Errors, first: int) -> None:
+    def run(row: Ints, work: Work, errors: Errors, first: int) -> None:
         shifts, parameters, batches, slot, tally, number, pace = row[2], row[3], row[4], row[5], row[6], row[7], row[8]
         about, part, words = np.empty(some, np.int64), np.empty(2, np.int64), np.empty(head + 2 * slots, np.int64)
         fetch(about.ctypes.data, row[1], 8 * some)
@@ -170,8 +171,7 @@ def staging(
                 if code == 0 and code_of(errors, whose) == 0:
                     if copies:
                         fetch(part.ctypes.data, row[1] + 8 * some + 16 * (nth % parts), 16)
-                        at_shift = shifts + 16 * nth
-                        code = moved(part[0], part[1], at_shift, stream, batched, pace, columns, cuts, call, room)
+                        code = moved(work, part[0], part[1], shifts + 16 * nth, stream, batched, pace)
                     else:
                         code = launched(function, grid, threads, shared, stream, parameters + step * nth)
                 refused = recorded(words[at + empties], stream)
