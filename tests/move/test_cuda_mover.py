@@ -15,7 +15,7 @@ from loops import LOOPS, interpreter_kept, loop_of, spun
 from msgspec.structs import replace
 
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
-from layercast.move.costs import Direction, Way, only
+from layercast.move.costs import Costs, Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
 from layercast.move.cuda_driver import ATTRIBUTES_BYTES, BESIDE_SINCE, DEVICE, HOST, libc
@@ -93,6 +93,23 @@ def test_a_step_of_scattered_blocks_moves_whichever_way_and_direction(device, co
     del flight, flights
     assert not device.live
     assert len(device.memory) == 8, "only what the test took is left"
+
+
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_a_piece_that_fits_no_slot_keeps_nothing_beside_it_from_being_staged(device, kinds):
+    costs = Costs(gbps=50.0, piece_us=100.0, row_us=0.01, kernel_gbps=0.001)
+    memory, mover = DeviceMemory(device, kinds), mover_of(device, dict.fromkeys(Direction, costs))
+    source, target = memory.alloc(12288), memory.alloc(12288)
+    data, begun, before = os.urandom(12288), len(device.log), mover.staging_bytes
+    memory.write(source, data)
+    small = pieces_of(*((source + 64 * n, target + 64 * n, 64) for n in range(64)))
+    large = pieces_of((source + 4096, target + 4096, 8192))
+    for flight in mover.submit_all([small, large]):
+        flight.wait(SOON_S)
+    assert memory.read(target, 12288) == data
+    assert mover.staging_bytes >= before + SLOTS * 4096
+    assert sum(call[0] == "launch" for call in device.log[begun:]) == 1
+    mover.close(SOON_S)
 
 
 @pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])

@@ -298,7 +298,7 @@ class CudaMover(Mover):
         batches = orders.batches
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
         choice = lane.choice(batches) if pinned else Way.ENGINE
-        if choice is Way.ENGINE and pinned and len(batches) > 1 and lane.choice(batches[:1]) is not choice:
+        if choice is not Way.STAGED and pinned and len(batches) > 1 and lane.choice(batches[:1]) is not choice:
             return None, pinned
         return choice, pinned
 

@@ -27,8 +27,8 @@ from layercast.plan.pieces import Pieces, Series
 _log = logging.getLogger("layercast")
 
 SAMPLE = 2048
-"""Pieces whose places are looked at to choose a way: those of 32,768 tokens, as some of what lies together in host
-memory look as if they lay apart."""
+"""Pieces whose places are looked at to choose a way, those of 32,768 tokens: fewer would make memory that lies together
+look scattered."""
 BACKGROUND_SHARE = 3
 """How much less staging memory there is for what goes in the background."""
 STAGED_GRID = 132
@@ -182,8 +182,9 @@ class Lane:
         pinned: the device reaches both sides.
         """
         tally, tables = self.tally.address, program.tables
-        stream, moved = self._last(way), None if tables is None else self._parts(tables, series.pieces, way)
-        if tables is None or moved is None or not len(moved.tables):  # by the engine, or only the counting is left
+        stream = self._last(way)
+        if tables is None or not len((moved := self._parts(tables, series.pieces, way)).tables):
+            # By the engine; or there are no bytes, and only the counting is left.
             batched = self.batched if pinned else Batched.NO
             program.copies(series, parts, stream, batched=batched, tally=tally, number=number)
         elif way is Way.KERNEL:

@@ -28,9 +28,9 @@ TABLE_BYTES = 1 << 20
 class Parts(NamedTuple):
     """What pieces are, whatever layer they are of; staged, in parts that go through one slot of the buffer each.
 
-    tables: int64 [parts, TABLE], what launches copy; staged, between the slot and the blocks, its addresses in the slot
-    from 0 on. long: int64 [parts, 2], where the copies between host memory and the slot lie, int64 [6, copies] as in
-    `Pieces`, and how many they are; none unless staged.
+    tables: int64 [parts, 4] as in `Scribe.launch`, what launches copy; staged, between the slot and the blocks, its
+    addresses in the slot from 0 on. long: int64 [parts, 2], where the copies between host memory and the slot lie,
+    int64 [6, copies] as in `Pieces`, and how many they are; none unless staged.
     """
 
     tables: Ints

@@ -33,8 +33,9 @@ class PieceKernel:
     def values(self, tables: Ints, shifts: Ints) -> tuple[Ints, int]:
         """Its parameters in each launch, int64 [launches, PARAMETERS], and their address.
 
-        tables: int64 [count, TABLE], what the launches copy in turn, over and over. shifts: int64 [launches, 2], bytes
-        to add to sources and targets. The compiled code relies on rows at multiples of 16 bytes, and on such addresses.
+        tables: int64 [count, 4] as in `Scribe.launch`, what the launches copy in turn, over and over. shifts: int64
+        [launches, 2], bytes to add to sources and targets. The compiled code relies on rows at multiples of 16 bytes,
+        and on such addresses.
         """
         given = np.empty((len(shifts), PARAMETERS), np.int64)
         address = self.scribe.launch(given, tables, shifts)
