@@ -113,10 +113,11 @@ class Lane:
         if kernel is None or first_of is None:
             return Way.ENGINE
         look = kernel.scribe.look
-        size = look(first_of.pieces.table, first_of.shifts)[:2]
+        nbytes, copies, fine = look(first_of.pieces.table, first_of.shifts)
+        size = nbytes, copies
         if surely_engine(size, self.costs, awaited=self._awaited):
             return Way.ENGINE
-        shared, copies, fine = dict[int, Pieces](), 0, True
+        shared = {id(first_of.pieces.table): first_of.pieces}
         for batch in batches:
             table = batch.pieces.table
             _, count, multiples = look(_NO_PIECES.table if id(table) in shared else table, batch.shifts)

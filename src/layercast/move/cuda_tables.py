@@ -88,7 +88,7 @@ class Tables:
         self.held.append(long)
         first, longs, table, copies, turns = parts.T
         assert copies.min(initial=0) >= 0, f"{MULTIPLES}, and there must be room for them"
-        columns = copies + copies % 2
+        columns = even(copies)
         self.used += 24 * int(columns.sum())
         tables = np.stack([self.device + 8 * table, columns, copies, turns], axis=1)
         return Parts(tables, np.stack([address_of(long) + 8 * first, longs], axis=1))

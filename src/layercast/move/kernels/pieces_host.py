@@ -7,7 +7,7 @@ the pieces are.
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from layercast.move.cuda_ways import rows_of, stretches
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
+Count = TypeVar("Count", int, Ints)
 WORD_BYTES = 16
 """What the kernel moves at a time: addresses, strides, lengths and shifts must be multiples."""
 MULTIPLES = "addresses and lengths must be multiples of 16"
@@ -54,8 +55,8 @@ class Scribe(NamedTuple):
     """
 
 
-def even(pieces: int) -> int:
-    """Columns of a table of so many pieces: rows begin at multiples of 16 bytes."""
+def even(pieces: Count) -> Count:
+    """Columns of a table of so many pieces, or of each of several: rows begin at multiples of 16 bytes."""
     return pieces + pieces % 2
 
 
