@@ -10,7 +10,7 @@ import gc
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +34,27 @@ LOOK_AGAIN_S = 0.01
 """A host may set a word that a stream waits for, and tells nobody."""
 
 
+class Turns:
+    """A lock that is had in the order in which it was asked for: of a plain one a thread that gives it up and asks
+    again at once may be first, so that on many cores one stream would keep an engine from another for seconds."""
+
+    def __init__(self) -> None:
+        self._asking, self._mine = threading.Lock(), threading.Lock()
+        self._behind: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._asking:
+            if self._mine.acquire(blocking=False):
+                return
+            self._behind.append(turn := threading.Lock())
+            turn.acquire()
+        turn.acquire()  # until it is handed on
+
+    def __exit__(self, *_: object) -> None:
+        with self._asking:
+            (self._behind.popleft() if self._behind else self._mine).release()
+
+
 class AsyncDevice(HostDevice):
     """longest: what a stream's queue holds. gb_s: rate of copies of a direction; 0 = as fast as it goes.
 
@@ -52,7 +73,7 @@ class AsyncDevice(HostDevice):
         """How often each event has been recorded; it has happened once the last of these is carried out."""
         self._happened: set[tuple[int, int]] = set()
         """(event, which of its records) that are carried out."""
-        self._engines = {kind: threading.Lock() for kind in range(3)}
+        self._engines = {kind: Turns() for kind in range(3)}
         self._queues: dict[int, queue.Queue] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._dropped: list[np.ndarray] = []

@@ -75,7 +75,7 @@ def test_a_slot_is_emptied_behind_what_fills_it_filled_behind_what_emptied_it_an
         about = np.array([up, 77, 5, 256, 64, slots.address, 1, parts, *(columns * parts)])
         moves = np.repeat(numbers * FAR, 2).reshape(-1, 2)
         at = program.hold(values)
-        program.stages(about, moves, at, batches, slot, tally.ctypes.data, program.owner)
+        program.stages(program.hold(about), moves, at, batches, slot, tally.ctypes.data, program.owner)
         uses += [(program.owner + n // parts, (slot + n) % SLOTS) for n in range(batches * parts)]
         program.owner += batches
         nth += batches * parts
@@ -112,7 +112,7 @@ def test_from_a_device_launches_are_ahead_of_copies_and_to_it_each_follows_its_o
     values[:, 0], tally[BELL // 8] = np.arange(count), -1
     about = np.array([up, 77, 5, 256, 64, slots.address, 1, 1, *program.columns(pieces_of((0, 0, 16)))])
     moves = np.repeat(np.arange(count) * FAR, 2).reshape(-1, 2)
-    program.stages(about, moves, program.hold(values), count, 0, tally.ctypes.data, 0)
+    program.stages(program.hold(about), moves, program.hold(values), count, 0, tally.ctypes.data, 0)
     assert values.strides[0] == LAUNCH_BYTES
     device.refused, device.failing = {}, {}
     device.seen.clear()

@@ -168,6 +168,27 @@ def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shi
     ]
 
 
+@given(
+    shifts=SHIFTS.filter(len),
+    up=st.booleans(),
+    each=st.integers(1, 3),
+    first=st.integers(0, 20),
+    base=ADDRESSES,
+    nbytes=st.integers(1, 1 << 20),
+    count=st.integers(1, 9),
+)
+def test_the_parts_of_each_batch_go_by_slots_in_turn_and_meet_there(
+    scribe, shifts, up, each, first, base, nbytes, count
+):
+    halves = np.full((2, len(shifts) * each, 2), UNTOUCHED, np.int64)
+    scribe.by_slots(halves, shifts, up, first, (base, nbytes, count))
+    for turn, (long, launch) in enumerate(zip(*halves.tolist(), strict=True)):
+        source, target = shifts[turn // each].tolist()
+        place = base + (first + turn) % count * nbytes
+        into, out_of = (long, launch) if up else (launch, long)
+        assert (into, out_of) == ([source, place], [place, target])
+
+
 def test_a_kernel_may_copy_nothing_at_all(scribe):
     assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, True)
     assert scribe.spread(pieces_of().table, np.zeros(0, np.int64), 0) == (0, 0)

@@ -20,7 +20,7 @@ from layercast.move.cuda_relay import Relay
 from layercast.move.cuda_rows import TALLY_BYTES
 from layercast.move.cuda_stage import SLOTS, Slots
 from layercast.move.cuda_tables import TABLE_BYTES, TABLES, Parts, Pool, Tables
-from layercast.move.cuda_ways import Ints, surely_engine, way_of
+from layercast.move.cuda_ways import surely_engine, way_of
 from layercast.move.kernels.pieces import PieceKernel
 from layercast.plan.pieces import Pieces, Series
 
@@ -222,14 +222,22 @@ class Lane:
         """Parts of a series by way of slots: long copies between host and slot, a launch between slot and blocks."""
         slots, each, up = self.staging.slots, len(parts.long), self.direction is Direction.UP
         assert slots is not None, "see `ready`"
-        first = number * each % SLOTS
-        long = np.repeat(series.shifts[chosen.start : chosen.stop], each, axis=0)
-        short = long.copy()
-        long[:, 1 if up else 0] = short[:, 0 if up else 1] = slots.places(first, len(long))
-        head = np.array([up, *self._launched(STAGED_GRID), slots.address, self.batched, each], np.int64)
-        about = np.concatenate([head, parts.long.reshape(-1)])
-        at = self._parameters(program, parts, short)
-        program.stages(about, long, at, len(chosen), first, self.tally.address, number)
+        first, shifts = number * each % SLOTS, series.shifts[chosen.start : chosen.stop]
+        halves = np.empty((2, len(chosen) * each, 2), np.int64)
+        self._kernel.scribe.by_slots(halves, shifts, up, first, (slots.base, slots.nbytes, SLOTS))
+        moves, launches = halves
+        at = program.hold(*self._kernel.values(parts.tables, launches))
+        program.stages(self._about(program, slots, parts), moves, at, len(chosen), first, self.tally.address, number)
+
+    def _about(self, program: Program, slots: Slots, parts: Parts) -> int:
+        """Where a program says how these are staged (see `cuda_stage.ABOUT`), once for all that are."""
+        assert program.tables is not None, "see `_parts`"
+        placed = program.tables.placed
+        if id(parts.long) not in placed:
+            head = (*self._launched(STAGED_GRID), slots.address, self.batched, len(parts.long))
+            about = np.array([self.direction is Direction.UP, *head, *parts.long.ravel().tolist()], np.int64)
+            placed[id(parts.long)] = program.hold(about)
+        return placed[id(parts.long)]
 
     def _launched(self, grid: int) -> tuple[int, int, int, int]:
         """The kernel, as programs launch it."""
@@ -245,12 +253,8 @@ class Lane:
     def _placed(self, program: Program, tables: Tables, series: Series, parts: Parts) -> int:
         """Where the parameters lie of the launch that moves a series' first part, with those of the others behind."""
         if (at := tables.placed.get(id(series))) is None:
-            at = tables.placed[id(series)] = self._parameters(program, parts, series.shifts)
+            at = tables.placed[id(series)] = program.hold(*self._kernel.values(parts.tables, series.shifts))
         return at
-
-    def _parameters(self, program: Program, parts: Parts, shifts: Ints) -> int:
-        """Where those of launches lie that take these parts in turn, each with its shifts."""
-        return program.hold(*self._kernel.values(parts.tables, shifts))
 
     def _parts(self, tables: Tables, pieces: Pieces, way: Way) -> Parts:
         """What pieces are, apart from their shift, with a program's tables for all layers; none = no bytes."""

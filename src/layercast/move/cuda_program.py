@@ -76,15 +76,14 @@ class Program:
         return self.hold(pieces.table), len(pieces)
 
     def stages(
-        self, about: Ints, shifts: Ints, parameters: int, batches: int, slot: int, tally: int, number: int
+        self, about: int, shifts: Ints, parameters: int, batches: int, slot: int, tally: int, number: int
     ) -> None:
         """Batches by way of slots, owned and counted as those of `copies`, each in parts.
 
-        about: as `cuda_stage.ABOUT` says. shifts: int64 [parts of all batches, 2], of their long copies. parameters: of
-        the launch of the first part, as of `launches`. slot: the number of that which it is staged in.
+        about: the address of what `cuda_stage.ABOUT` says. shifts: int64 [parts of all batches, 2], of their long
+        copies. parameters: of the launch of the first part, as of `launches`. slot: the number of that which it is staged in.
         """
-        at, moves = self.hold(about), self.hold(shifts)
-        self._add(Op.STAGES, at, moves, parameters, batches, slot, tally, number, self.pace)
+        self._add(Op.STAGES, about, self.hold(shifts), parameters, batches, slot, tally, number, self.pace)
 
     def copies_of(
         self, columns: tuple[int, ...], shift: int, stream: int, *, batched: Batched, tally: int = 0, number: int = 0

@@ -41,7 +41,3 @@ class Slots:
         words = np.array([self.copy, *self.turns, self.counts, *self.events], np.int64)
         object.__setattr__(self, "words", words)
         object.__setattr__(self, "address", address_of(words))
-
-    def places(self, first: int, count: int) -> Ints:
-        """Addresses of so many slots in turn, from that of a number on. int64 [count]."""
-        return self.base + (first + np.arange(count)) % SLOTS * self.nbytes

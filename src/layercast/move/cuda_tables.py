@@ -51,7 +51,7 @@ class Tables:
     parts: dict[int, Parts] = field(default_factory=dict)
     """By the id of what batches share: a table is written once for all layers."""
     placed: dict[int, int] = field(default_factory=dict)
-    """By the id of a series: where the parameters of its launches begin."""
+    """By the id of a series: where the parameters of its launches begin. Of staged parts: what is said about them."""
     held: list[Ints] = field(default_factory=list)
     """What parts name."""
     upload: tuple[tuple[int, int], int] = field(init=False)

@@ -17,6 +17,7 @@ from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 Count = TypeVar("Count", int, Ints)
+Slots = tuple[int, int, int]
 WORD_BYTES = 16
 """What the kernel moves at a time: addresses, strides, lengths and shifts must be multiples."""
 MULTIPLES = "addresses and lengths must be multiples of 16"
@@ -52,6 +53,12 @@ class Scribe(NamedTuple):
 
     tables: int64 [count, 4], its address on the device, columns, pieces in them, and turns that the longest takes.
     Returns the address of `given`; 0 where a row of a table, or a shift, is no multiple of WORD_BYTES.
+    """
+    by_slots: Callable[[Ints, Ints, bool, int, Slots], None]
+    """by_slots(halves, shifts, up, first, slots): write int64 [2, turns, 2], shifts of long copies, and of launches.
+
+    shifts: int64 [batches, 2], each for the parts of a batch, which take a turn each. slots: (address of the first,
+    bytes of each, how many there are), taken in turn from number `first` on.
     """
 
 
@@ -115,7 +122,14 @@ def plain_scribe() -> Scribe:
         given[:, 5:7], given[:, 7:] = shifts, 0
         return 0 if odd(shifts) or odd(address | 8 * columns) else given.ctypes.data
 
-    return Scribe(look, spread, runs, cut, launch)
+    def by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Slots) -> None:
+        base, nbytes, count = slots
+        turns = halves.shape[1]
+        halves[:] = np.repeat(shifts, turns // len(shifts), axis=0)
+        places = base + (first + np.arange(turns)) % count * nbytes
+        halves[0, :, 1 if up else 0] = halves[1, :, 0 if up else 1] = places
+
+    return Scribe(look, spread, runs, cut, launch, by_slots)
 
 
 @cache
@@ -147,6 +161,7 @@ def compiled_scribe() -> Scribe:
         lambda pieces, up: count(*laid(pieces, up)),
         cut,
         njit(number(many, read, read))(_launch),
+        njit(types.void(number[:, :, ::1], read, yes, number, types.UniTuple(number, 3)))(_by_slots),
     )
 
 
@@ -289,3 +304,12 @@ def _launch(given: Ints, tables: Ints, shifts: Ints) -> int:
         given[nth, 5], given[nth, 6], given[nth, 7], given[nth, 8] = shifts[nth, 0], shifts[nth, 1], 0, 0
         bits |= address | 8 * columns | shifts[nth, 0] | shifts[nth, 1]
     return 0 if bits % WORD_BYTES else given.ctypes.data
+
+
+def _by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Slots) -> None:
+    each = halves.shape[1] // shifts.shape[0]
+    for turn in range(halves.shape[1]):
+        place = slots[0] + (first + turn) % slots[2] * slots[1]
+        source, target = shifts[turn // each, 0], shifts[turn // each, 1]
+        halves[0, turn, 0], halves[0, turn, 1] = (source, place) if up else (place, target)
+        halves[1, turn, 0], halves[1, turn, 1] = (place, target) if up else (source, place)
