@@ -81,7 +81,8 @@ class Program:
         """Batches by way of slots, owned and counted as those of `copies`, each in parts.
 
         about: the address of what `cuda_stage.ABOUT` says. shifts: int64 [parts of all batches, 2], of their long
-        copies. parameters: of the launch of the first part, as of `launches`. slot: the number of that which it is staged in.
+        copies. parameters: of the launch of the first part, as of `launches`. slot: the number of that which it is
+        staged in.
         """
         self._add(Op.STAGES, about, self.hold(shifts), parameters, batches, slot, tally, number, self.pace)
 
