@@ -71,8 +71,11 @@ def native(**settings):
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+AGAIN = "recompute-again"
+"""A second engine without a connector: two of the same are as far apart as this says (see `compared`)."""
 CASES = {
     "recompute": {"kv": None},
+    AGAIN: {"kv": None},
     "layercast": {"kv": layercast(), "layercast": True},
     "layercast-bulk": {"kv": layercast(use_layerwise=False), "layercast": True},
     "native-16": {"kv": native()},
@@ -201,8 +204,9 @@ def in_turn(engines, rounds, order):
 
 def compared(every):
     """Median and mean of each engine's times and their ratios; that of medians round by round, too; the spread of the
-    baseline's own halves."""
-    base, other = list(every)
+    baseline's own halves, and how its likeness compares with it, where that has taken its turns as well."""
+    base, other = (name for name in every if name != AGAIN)
+    likeness = {AGAIN: _by_rounds(every, AGAIN, base)} if AGAIN in every else {}
     medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
     means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
     halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
@@ -211,10 +215,15 @@ def compared(every):
         "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
         "ratio_of_medians": round(medians[other] / medians[base], 4),
         "ratio_of_means": round(means[other] / means[base], 4),
-        "by_rounds": ratios_of(*(list(map(statistics.median, every[name])) for name in (other, base))),
+        "by_rounds": _by_rounds(every, other, base),
         "off_against_off": round(max(halves) / min(halves), 4),
         "times": sum(len(times) for times in every[other]),
+        **likeness,
     }
+
+
+def _by_rounds(every, other, base):
+    return ratios_of(*(list(map(statistics.median, every[name])) for name in (other, base)))
 
 
 def spread(values):
@@ -244,13 +253,17 @@ def hits_of(rounds):
 
 
 def mixed_of(rounds):
-    """What `mixed` has found over all rounds: of the gaps between tokens, in ms, and of the hits' TTFT."""
+    """What `mixed` has found over all rounds: of the gaps between tokens, in ms, and of the hits' TTFT.
+
+    slowest_ms: each with how long before its end the last hit was asked.
+    """
     found, each = joined(rounds), [sorted(1e3 * gap for gap in found["gaps"]) for found in rounds]
     gaps = sorted(1e3 * gap for gap in found["gaps"])
+    slowest = sorted(zip(found["gaps"], found["since"], strict=True), reverse=True)[:40]
     return {
         "itl": {"p50_ms": gaps[len(gaps) // 2], "p99_ms": gaps[int(0.99 * len(gaps))], "max_ms": gaps[-1]},
         "p99_ms of each round": [round(gaps[int(0.99 * len(gaps))], 3) for gaps in each],
-        "slowest_ms": [round(gap, 2) for gap in gaps[:-31:-1]],
+        "slowest_ms": [[round(1e3 * ms, 2) for ms in slow] for slow in slowest],
         "steps": len(gaps),
         "ttft": spread(found["ttft"]),
         "cached": sorted(set(found["cached"])),
@@ -300,8 +313,10 @@ def hits(engines, args, results):
 def asked_of(phase, engines, args):
     """Who takes part: in hits all, in mixed load and at arrivals those with a connector; none where it is another pair
     that has two of them."""
+    if phase is hits:
+        return [engine for engine in engines if engine.name != AGAIN]
     rivals = [engine for engine in engines if not engine.name.startswith("recompute")]
-    return engines if phase is hits else rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
+    return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
 
 
 def mixed(engines, args, results):
@@ -334,9 +349,9 @@ def arrivals(engines, args, results):
 
 
 def together(engines, args, results):
-    """The phases that compare two engines in turn."""
+    """The phases that compare two engines in turn, and may have a third beside them that is as the first."""
     for prefix in args.firsts if "first" in args.phases else ():
-        rounds = 6 if prefix < 20000 else 3
+        rounds = ROUNDS if prefix < 5000 else 6 if prefix < 20000 else 3
         if not results.over:
             every = in_turn(engines, rounds, {"do": "cold", "prefix": prefix, "reps": 4})
             every = {name: [times[1:] for times in rounds] for name, rounds in every.items()}
@@ -349,9 +364,10 @@ def together(engines, args, results):
         every = {engine.name: [] for engine in engines}
         for seed, engine in turns(engines, ROUNDS):
             every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
-        base, other = every.values()
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        results.put("loop", "256", {"tokens_per_s": rounded, "by_rounds": ratios_of(other, base)})
+        base, *others = every
+        ratios = {name: ratios_of(every[name], every[base]) for name in others}
+        results.put("loop", "256", {"tokens_per_s": rounded, "by_rounds": ratios})
 
 
 def measured(engines, args, results):
@@ -368,8 +384,8 @@ def measured(engines, args, results):
                 results.put("link", "limit", engine("link"))
         except RuntimeError as error:
             results.put("failed", engine.name, str(error))
-    pair = [engine for engine in alive if engine.name in ("recompute", "layercast")]
-    if len(pair) == 2:
+    pair = [engine for engine in alive if engine.name in ("recompute", AGAIN, "layercast")]
+    if {"recompute", "layercast"} <= {engine.name for engine in pair}:
         together(pair, args, results)
     fresh = [engine for engine in alive if " beside " not in engine.name]
     for engine in sorted(fresh, key=lambda engine: not engine.name.startswith("layercast")):

@@ -224,7 +224,10 @@ class Engine:
         return {"tokens_per_s": counted / (stamps[-1] - stamps[0]), "seconds": times}
 
     def mixed(self, running, prefix, new, count, every_s):
-        """Seconds between tokens of `running` decodes while a hit arrives each `every_s` seconds; the hits' TTFT."""
+        """Seconds between tokens of `running` decodes while a hit arrives each `every_s` seconds; the hits' TTFT.
+
+        since: at the end of each gap, how long the last hit has been there.
+        """
         bases = [self.tokens(prefix) for _ in range(count)]
         for base in bases:
             self.answer(base)
@@ -239,7 +242,8 @@ class Engine:
         warm_until = time.perf_counter() + 1.0
         while time.perf_counter() < warm_until:
             self.engine.step()
-        begun, asked, first, gaps, last, cached = time.perf_counter(), {}, {}, [], None, []
+        begun, asked, first, last = time.perf_counter(), {}, {}, None
+        gaps, since, cached = [], [], []
         while len(first) < count or len(gaps) < 50:
             now = time.perf_counter()
             if len(asked) < count and now - begun >= every_s * len(asked):
@@ -253,14 +257,16 @@ class Engine:
                     first[reply.request_id] = now - asked[reply.request_id]
                     cached.append(reply.num_cached_tokens)
             if any(reply.request_id in names for reply in got):
-                gaps += [now - last] if last else []
+                if last:
+                    gaps.append(now - last)
+                    since.append(now - next(reversed(asked.values())))
                 last = now
         self.engine.abort_request(names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
         self.settle(0.5)
         self.forget()
-        return {"gaps": gaps, "ttft": list(first.values()), "cached": cached}
+        return {"gaps": gaps, "since": since, "ttft": list(first.values()), "cached": cached}
 
     def poisson(self, prefixes, prefix, new, tokens, count, rate, seed):
         """TTFT and tokens/s of `count` requests over some prefixes, at Poisson arrivals; rate 0: as fast as it can."""
