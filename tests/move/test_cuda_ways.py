@@ -19,7 +19,7 @@ def scattered(blocks, size, *, host_run):
 
 
 def choice(pieces, **available):
-    fits = {"runs": SCRIBE.runs(pieces.table, True), "kernel": SCRIBE.look(pieces.table, UNMOVED)[2]}
+    fits = {"runs": SCRIBE.runs(pieces.table, True), "kernel": SCRIBE.look(pieces.table, UNMOVED)[-1]}
     return way_of(pieces.size, COSTS, **{**fits, **available})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layercast.move.kernels.pieces_host import BLOCK, PARAMETERS, best_scribe, compiled_scribe, plain_scribe
 from layercast.testing.move_laws import pieces_of
 
-UNTOUCHED = -7
+UNTOUCHED, FAR = -7, 1 << 44
 
 
 @pytest.fixture(scope="module", params=["plain", "compiled"])
@@ -63,12 +63,13 @@ def copies_in(table):
 
 
 @given(table=TABLES, shifts=SHIFTS)
-def test_a_look_tells_bytes_and_copies_and_whether_an_address_a_stride_a_length_or_a_shift_is_askew(
+def test_a_look_tells_bytes_copies_and_the_longest_and_whether_an_address_a_stride_a_length_or_a_shift_is_askew(
     scribe, table, shifts
 ):
     askew = np.any(table[[0, 1, 2, 4, 5]] % 16) or np.any(shifts % 16)
     nbytes = sum(length for _, _, length in copies_in(table))
-    assert scribe.look(table, shifts) == (nbytes, sum(table[3].tolist()), not askew)
+    longest = max(table[2].tolist(), default=0)
+    assert scribe.look(table, shifts) == (nbytes, sum(table[3].tolist()), longest, not askew)
 
 
 @given(table=TABLES, before=st.integers(0, 9), behind=st.integers(-9, 9))
@@ -111,28 +112,27 @@ def test_runs_are_the_stretches_of_host_memory_whatever_the_order_of_pieces(scri
 @given(table=TABLES, up=st.booleans(), slot=st.integers(1, 1 << 19), before=st.integers(0, 9), room=st.integers(0, 240))
 def test_parts_of_pieces_bring_each_copy_by_way_of_a_slot_that_none_outgrows(scribe, table, up, slot, before, room):
     copies, made = copies_in(table), np.full(before + room, UNTOUCHED, np.int64)
-    longs, parts = scribe.cut(table, up, slot, made, before)
+    longs, parts, end = scribe.cut(table, up, slot, made, before, FAR)
     same = np.full(before + room, UNTOUCHED, np.int64)
-    assert [found.tolist() for found in plain_scribe().cut(table, up, slot, same, before)] == [
-        longs.tolist(),
-        parts.tolist(),
-    ]
-    if parts.tolist() == [[-1] * 5]:
+    other_longs, other_parts, other_end = plain_scribe().cut(table, up, slot, same, before, FAR)
+    parts[:, 0] -= longs.ctypes.data
+    other_parts[:, 0] -= other_longs.ctypes.data
+    assert (longs.tolist(), parts.tolist(), end) == (other_longs.tolist(), other_parts.tolist(), other_end)
+    if end < 0:
         askew = any(number % 16 for copy in copies for number in copy)
         assert askew or max(copy[2] for copy in copies) > slot or 3 * (len(copies) + 2 * len(copies)) > room
         return
     assert made.tolist() == same.tolist()
     assert (made[:before] == UNTOUCHED).all()
     found, at = [], before
-    for first, count, table_at, pieces, turns in parts.tolist():
-        long = longs[first : first + 6 * count].reshape(6, count)
+    for first, count, table_at, columns, pieces, turns in parts.tolist():
+        long = longs[first // 8 :][: 6 * count].reshape(6, count)
         assert (long[3:].T == (1, 0, 0)).all()
         hosts, slots, sizes = (long[0], long[1], long[2]) if up else (long[1], long[0], long[2])
-        assert table_at == at
+        assert (table_at, columns) == (FAR + 8 * at, pieces + pieces % 2)
         assert 0 < sizes.sum() <= slot
         ends = [*zip(hosts.tolist(), sizes.tolist(), strict=True)]
         assert slots.tolist() == [0, *np.cumsum(sizes).tolist()][:-1]
-        columns = pieces + pieces % 2
         rows = made[at : at + 3 * columns].reshape(3, columns)[:, :pieces].tolist()
         ours = [
             (from_, to, 8 * words) if up else (to, from_, 8 * words) for from_, to, words in zip(*rows, strict=True)
@@ -146,6 +146,7 @@ def test_parts_of_pieces_bring_each_copy_by_way_of_a_slot_that_none_outgrows(scr
         host_side = [(copy[0] if up else copy[1], copy[2]) for copy in found[-pieces:]]
         assert stretches_in(host_side) == ends
         at += 3 * columns
+    assert at == end
     assert (made[at:] == UNTOUCHED).all()
     assert sorted(found) == sorted(copies)
 
@@ -190,10 +191,11 @@ def test_the_parts_of_each_batch_go_by_slots_in_turn_and_meet_there(
 
 
 def test_a_kernel_may_copy_nothing_at_all(scribe):
-    assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, True)
+    assert scribe.look(pieces_of().table, np.zeros((1, 2), np.int64)) == (0, 0, 0, True)
     assert scribe.spread(pieces_of().table, np.zeros(0, np.int64), 0) == (0, 0)
     assert scribe.runs(pieces_of((0, 0, 0)).table, True) == 0
-    assert [len(found) for found in scribe.cut(pieces_of().table, True, 16, np.zeros(0, np.int64), 0)] == [0, 0]
+    long, parts, end = scribe.cut(pieces_of().table, True, 16, np.zeros(0, np.int64), 0, FAR)
+    assert (len(long), len(parts), end) == (0, 0, 0)
 
 
 def test_where_numba_is_not_installed_numpy_writes(monkeypatch):

@@ -112,24 +112,24 @@ class Lane:
         first_of = next((batch for batch in batches if len(batch.pieces)), None)
         if kernel is None or first_of is None:
             return Way.ENGINE
-        look = kernel.scribe.look
-        nbytes, copies, fine = look(first_of.pieces.table, first_of.shifts)
+        look, seen = kernel.scribe.look, {id(first_of.pieces.table)}
+        nbytes, copies, longest, fine = look(first_of.pieces.table, first_of.shifts)
         size = nbytes, copies
         if surely_engine(size, self.costs, awaited=self._awaited):
             return Way.ENGINE
-        shared = {id(first_of.pieces.table): first_of.pieces}
         for batch in batches:
             table = batch.pieces.table
-            _, count, multiples = look(_NO_PIECES.table if id(table) in shared else table, batch.shifts)
-            fine, copies, shared[id(table)] = fine and multiples, copies + count, batch.pieces
+            _, count, most, multiples = look(_NO_PIECES.table if id(table) in seen else table, batch.shifts)
+            fine, copies, longest = fine and multiples, copies + count, max(longest, most)
+            seen.add(id(table))
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
-        if not fine or 24 * 2 * (copies + 2 * len(shared)) > TABLE_BYTES:
+        if not fine or 24 * 2 * (copies + 2 * len(seen)) > TABLE_BYTES:
             return Way.ENGINE
-        slot_bytes = self.staging.slot_bytes
-        if slot_bytes and all(int(part.length.max(initial=0)) <= slot_bytes for part in shared.values()):
-            sample = Pieces(first_of.pieces.table[:, :SAMPLE])
-            runs = kernel.scribe.runs(sample.table, self.direction is Direction.UP)
-            return way_of(sample.size, self.costs, kernel=True, runs=runs, awaited=self._awaited)
+        if longest <= self.staging.slot_bytes:
+            sample = first_of.pieces.table[:, :SAMPLE]
+            nbytes, copies, *_ = look(sample, first_of.shifts)
+            runs = kernel.scribe.runs(sample, self.direction is Direction.UP)
+            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, awaited=self._awaited)
         return way_of(size, self.costs, kernel=True, awaited=self._awaited)
 
     def granted(self, way: Way) -> Way:

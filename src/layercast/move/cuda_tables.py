@@ -84,14 +84,11 @@ class Tables:
 
     def cut(self, pieces: Pieces, up: bool, slot_bytes: int, scribe: Scribe) -> Parts:
         """Append tables of all copies that they are, not shifted, in parts that fit a slot each. up: from the host."""
-        long, parts = scribe.cut(pieces.table, up, slot_bytes, self._room, self.used // 8)
+        long, parts, end = scribe.cut(pieces.table, up, slot_bytes, self._room, self.used // 8, self.device)
+        assert end >= 0, f"{MULTIPLES}, and there must be room for them"
         self.held.append(long)
-        first, longs, table, copies, turns = parts.T
-        assert copies.min(initial=0) >= 0, f"{MULTIPLES}, and there must be room for them"
-        columns = even(copies)
-        self.used += 24 * int(columns.sum())
-        tables = np.stack([self.device + 8 * table, columns, copies, turns], axis=1)
-        return Parts(tables, np.stack([address_of(long) + 8 * first, longs], axis=1))
+        self.used = 8 * end
+        return Parts(parts[:, 2:], parts[:, :2])
 
     def complete(self) -> None:
         """There is no more to come."""

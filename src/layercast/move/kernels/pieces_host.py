@@ -30,8 +30,8 @@ PARAMETERS = 9
 class Scribe(NamedTuple):
     """Who writes. pieces: int64 [6, pieces], as in `Pieces`. shifts: int64 [launches, 2], bytes to add on each side."""
 
-    look: Callable[[Ints, Ints], tuple[int, int, bool]]
-    """look(pieces, shifts): (bytes, copies, whether all that they are, and all shifts, are multiples of WORD_BYTES)."""
+    look: Callable[[Ints, Ints], tuple[int, int, int, bool]]
+    """look(pieces, shifts): (bytes, copies, bytes of the longest, whether all numbers are multiples of WORD_BYTES)."""
     spread: Callable[[Ints, Ints, int], tuple[int, int]]
     """spread(pieces, room, at): write from, to and 8-byte words of each copy, int64 [3, even(copies)], into room[at:].
 
@@ -40,13 +40,14 @@ class Scribe(NamedTuple):
     """
     runs: Callable[[Ints, bool], int]
     """runs(pieces, up): the unbroken stretches of host memory that they make, on their source if up, else target."""
-    cut: Callable[[Ints, bool, int, Ints, int], tuple[Ints, Ints]]
-    """cut(pieces, up, slot_bytes, room, at): cut them in parts that fit a slot each, in the order of host memory.
+    cut: Callable[[Ints, bool, int, Ints, int, int], tuple[Ints, Ints, int]]
+    """cut(pieces, up, slot_bytes, room, at, device): cut them in parts that fit a slot each, in host memory's order.
 
-    Returns (long, parts). Row (first, longs, table, copies, turns) of int64 [parts, 5]: long[first:] holds int64
-    [6, longs], the copies between host memory and the slot, as in `Pieces`; room[table:] the kernel's table of those
-    between the slot and the blocks, as by `spread`. Addresses in a slot begin at 0. None where there are no bytes; one
-    of -1 where `spread` would say so, or one copy fits no slot.
+    Returns (long, parts, where the room goes on). Row (address, longs, table, columns, copies, turns) of int64
+    [parts, 6]: in `long` lies at the address int64 [6, longs], the copies between host memory and the slot, as in
+    `Pieces`; at `table`, where the room is read from address `device` on, the kernel's table of those between the slot
+    and the blocks, as by `spread`. Addresses in a slot begin at 0. No part where there are no bytes; -1 for the room
+    where `spread` would say so, or one copy fits no slot.
     """
     launch: Callable[[Ints, Ints, Ints], int]
     """launch(given, tables, shifts): write int64 [launches, PARAMETERS], the tables in turn.
@@ -75,9 +76,10 @@ def odd(array: Ints) -> bool:
 def plain_scribe() -> Scribe:
     """The one that writes by numpy."""
 
-    def look(pieces: Ints, shifts: Ints) -> tuple[int, int, bool]:
+    def look(pieces: Ints, shifts: Ints) -> tuple[int, int, int, bool]:
         bits = np.bitwise_or.reduce(pieces, axis=1).tolist()
-        return *Pieces(pieces).size, not (odd(shifts) or any(bits[row] % WORD_BYTES for row in (0, 1, 2, 4, 5)))
+        fine = not (odd(shifts) or any(bits[row] % WORD_BYTES for row in (0, 1, 2, 4, 5)))
+        return *Pieces(pieces).size, int(pieces[2].max(initial=0)), fine
 
     def spread(pieces: Ints, room: Ints, at: int) -> tuple[int, int]:
         rows = rows_of(Pieces(pieces)).table
@@ -94,27 +96,28 @@ def plain_scribe() -> Scribe:
         stretch = stretches(rows.source if up else rows.target, rows.length)[1]
         return int(stretch[-1]) + 1 if len(rows) else 0
 
-    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
-        rows, first, parts = rows_of(Pieces(pieces)), 0, list[tuple[int, ...]]()
+    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int, device: int) -> tuple[Ints, Ints, int]:
+        rows, first, used, parts = rows_of(Pieces(pieces)), 0, 0, list[tuple[int, ...]]()
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
-        rows, longs, used = rows.take(order), list[Ints](), 0
-        ends, bad = np.cumsum(rows.length), (np.zeros(0, np.int64), np.full((1, 5), -1))
+        rows, ends, long = rows.take(order), np.cumsum(rows.length[order]), np.empty(6 * len(order), np.int64)
+        nothing = long[:0], np.zeros((0, 6), np.int64), -1
         if odd(rows.table) or (rows.length > slot_bytes).any():
-            return bad
+            return nothing
         while first < len(rows):
             skipped = int(ends[first] - rows.length[first])
             last = int(np.searchsorted(ends, skipped + slot_bytes, side="right"))
             part, in_slot = rows.take(slice(first, last)), (ends - rows.length)[first:last] - skipped
             heads = np.flatnonzero(np.diff(stretch[first:last], prepend=-1))
             from_, to = (part.source, in_slot) if up else (in_slot, part.target)
-            longs.append(Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads)).table.reshape(-1))
+            moves = Pieces.plain(from_[heads], to[heads], np.add.reduceat(part.length, heads)).table
+            long[used : used + moves.size] = moves.reshape(-1)
             from_, to = (in_slot, part.target) if up else (part.source, in_slot)
             copies, turns = spread(Pieces.plain(from_, to, part.length).table, room, at)
             if copies < 0:
-                return bad
-            parts.append((used, len(heads), at, copies, turns))
-            at, used, first = at + 3 * even(copies), used + 6 * len(heads), last
-        return np.concatenate([np.zeros(0, np.int64), *longs]), np.array(parts, np.int64).reshape(-1, 5)
+                return nothing
+            parts.append((long.ctypes.data + 8 * used, len(heads), device + 8 * at, even(copies), copies, turns))
+            at, used, first = at + 3 * even(copies), used + moves.size, last
+        return long[:used], np.array(parts, np.int64).reshape(-1, 6), at
 
     def launch(given: Ints, tables: Ints, shifts: Ints) -> int:
         address, columns, *sizes = tables[np.arange(len(given)) % len(tables)].T
@@ -141,23 +144,23 @@ def compiled_scribe() -> Scribe:
     from numba import njit, types
 
     number, read = types.int64, types.Array(types.int64, 2, "A", readonly=True)  # other arrays pass as such ones
-    yes, many = types.boolean, number[:, ::1]
-    sort = njit(number[::1](many, number[::1], number[::1], number))(_sorted)
+    yes, many, line = types.boolean, number[:, ::1], number[::1]
+    sort = njit(line(many, line, line, number))(_sorted)
     laid, count, fill = (
-        njit(types.Tuple((many, number[::1]))(read, yes))(_laying(sort)),
-        njit(number(many, number[::1]))(_runs),
-        njit(types.UniTuple(number, 2)(many, number[::1], yes, number, number[::1], number, number[::1], many))(_cut),
+        njit(types.Tuple((many, line))(read, yes))(_laying(sort)),
+        njit(number(many, line))(_runs),
+        njit(types.UniTuple(number, 3)(many, line, yes, number, line, number, number, line, many))(_cut),
     )
 
-    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int) -> tuple[Ints, Ints]:
+    def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int, device: int) -> tuple[Ints, Ints, int]:
         rows, order = laid(pieces, up)
-        long, parts = np.empty(6 * len(order), np.int64), np.empty((len(order), 5), np.int64)
-        found, used = fill(rows, order, up, slot_bytes, room, at, long, parts)
-        return (long[:used], parts[:found]) if found >= 0 else (long[:0], np.full((1, 5), -1))
+        long, parts = np.empty(6 * len(order), np.int64), np.empty((len(order), 6), np.int64)
+        found, used, end = fill(rows, order, up, slot_bytes, room, at, device, long, parts)
+        return long[:used], parts[:found], end
 
     return Scribe(
-        njit(types.Tuple((number, number, yes))(read, read))(_look),
-        njit(types.UniTuple(number, 2)(read, number[::1], number))(_spread),
+        njit(types.Tuple((number, number, number, yes))(read, read))(_look),
+        njit(types.UniTuple(number, 2)(read, line, number))(_spread),
         lambda pieces, up: count(*laid(pieces, up)),
         cut,
         njit(number(many, read, read))(_launch),
@@ -176,14 +179,15 @@ def best_scribe() -> Scribe:
 # What numba compiles.
 
 
-def _look(pieces: Ints, shifts: Ints) -> tuple[int, int, bool]:
-    nbytes = copies = bits = 0
+def _look(pieces: Ints, shifts: Ints) -> tuple[int, int, int, bool]:
+    nbytes = copies = bits = longest = 0
     for nth in range(pieces.shape[1]):
         bits |= pieces[0, nth] | pieces[1, nth] | pieces[2, nth] | pieces[4, nth] | pieces[5, nth]
         nbytes, copies = nbytes + pieces[2, nth] * pieces[3, nth], copies + pieces[3, nth]
+        longest = max(longest, pieces[2, nth])
     for nth in range(shifts.shape[0]):
         bits |= shifts[nth, 0] | shifts[nth, 1]
-    return nbytes, copies, bits % WORD_BYTES == 0
+    return nbytes, copies, longest, bits % WORD_BYTES == 0
 
 
 def _spread(pieces: Ints, room: Ints, at: int) -> tuple[int, int]:
@@ -260,9 +264,9 @@ def _runs(rows: Ints, order: Ints) -> int:
 
 
 def _cut(
-    rows: Ints, order: Ints, up: bool, slot_bytes: int, room: Ints, at: int, long: Ints, parts: Ints
-) -> tuple[int, int]:
-    """(parts, numbers in `long`); -1 parts: see `Scribe.cut`."""
+    rows: Ints, order: Ints, up: bool, slot_bytes: int, room: Ints, at: int, device: int, long: Ints, parts: Ints
+) -> tuple[int, int, int]:
+    """(parts, numbers in `long`, where the room goes on): see `Scribe.cut`."""
     copies, first, used, found, bits = len(order), 0, 0, 0, np.int64(0)
     while first < copies:
         last, filled, longs, end = first, 0, 0, np.int64(-1)
@@ -272,7 +276,7 @@ def _cut(
             end = rows[0, nth] + rows[2, nth]
         columns = last - first + (last - first) % 2
         if last == first or at + 3 * columns > len(room):
-            return -1, 0
+            return 0, 0, -1
         here, longest, filled, end, nth_long = at, np.int64(0), 0, np.int64(-1), used - 1
         for place in range(first, last):
             host, other, nbytes = rows[0, order[place]], rows[1, order[place]], rows[2, order[place]]
@@ -288,10 +292,10 @@ def _cut(
             longest, filled, end, here = max(longest, nbytes >> 3), filled + nbytes, host + nbytes, here + 1
         if columns > last - first:
             room[here] = room[here + columns] = room[here + 2 * columns] = 0
-        parts[found, 0], parts[found, 1], parts[found, 2] = used, longs, at
-        parts[found, 3], parts[found, 4] = last - first, (longest + BLOCK - 1) // BLOCK
+        parts[found, 0], parts[found, 1], parts[found, 2] = long.ctypes.data + 8 * used, longs, device + 8 * at
+        parts[found, 3], parts[found, 4], parts[found, 5] = columns, last - first, (longest + BLOCK - 1) // BLOCK
         found, used, at, first = found + 1, used + 6 * longs, at + 3 * columns, last
-    return (-1, 0) if bits % WORD_BYTES else (found, used)
+    return (0, 0, -1) if bits % WORD_BYTES else (found, used, at)
 
 
 def _launch(given: Ints, tables: Ints, shifts: Ints) -> int:
