@@ -311,10 +311,10 @@ def hits(engines, args, results):
 
 
 def asked_of(phase, engines, args):
-    """Who takes part: in hits all, in mixed load and at arrivals those with a connector; none where it is another pair
-    that has two of them."""
+    """Who takes part: in hits all but the second without a connector, in mixed load and at arrivals those with one;
+    none where it is another pair that has two of them."""
     if phase is hits:
-        return [engine for engine in engines if engine.name != AGAIN]
+        return [engine for engine in engines if not engine.name.startswith(AGAIN)]
     rivals = [engine for engine in engines if not engine.name.startswith("recompute")]
     return rivals if len(rivals) > 1 or len(args.pairs) == 1 else []
 
@@ -365,9 +365,10 @@ def together(engines, args, results):
         for seed, engine in turns(engines, ROUNDS):
             every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        base, *others = every
-        ratios = {name: ratios_of(every[name], every[base]) for name in others}
-        results.put("loop", "256", {"tokens_per_s": rounded, "by_rounds": ratios})
+        base, other = (name for name in every if name != AGAIN)
+        likeness = {AGAIN: ratios_of(every[AGAIN], every[base])} if AGAIN in every else {}
+        ratios = {"by_rounds": ratios_of(every[other], every[base]), **likeness}
+        results.put("loop", "256", {"tokens_per_s": rounded, **ratios})
 
 
 def measured(engines, args, results):

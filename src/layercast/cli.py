@@ -62,7 +62,7 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="A setting, such as host_bytes=8GiB; may be given several times. Names end in their unit (_ms, _s, "
-        "_bytes), bytes may have one of their own (MiB, GiB, GB); an unknown name lists all. Default: LAYERCAST_* "
+        "_us, _bytes), bytes may have one of their own (MiB, GiB, GB); an unknown name lists all. Default: LAYERCAST_* "
         "variables, then --config.",
     ),
 ]

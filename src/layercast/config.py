@@ -50,12 +50,12 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     use_layerwise: bool = True
     """False moves all layers as one window (bulk); the tokens are the same."""
     backend: str = "host"
-    """Where pooled KV lives. "host" is the slab in this process."""
+    """Where pooled KV lives: "host", the slab in this process, and nowhere else yet."""
     layerwise_window: Positive = 1
     """Layers moved and signalled together (1 = pure layerwise)."""
     layerwise_prefetch_layers: Positive = 2
-    """Windows in flight ahead of compute (depth). Two keep a link busy; a newcomer waits for no more than these. A GPU
-    is handed loads whole, and those in the background stand aside by themselves."""
+    """Windows in flight ahead of compute (depth). Two keep a link busy, and a load that comes later waits for no more
+    than these. On a GPU it changes nothing: there a load is handed over whole."""
     layerwise_exposed_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
     the background."""
@@ -64,7 +64,8 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     layerwise_max_transfer_bytes: Count = 0
     """Most bytes in one batch handed to a mover; 0 = no limit."""
     h2d_stagger_us: Count = 0
-    """How much later each rank's loads start than those of the rank before, where they share the way to host memory."""
+    """Microseconds by which a rank's loads start later than those of the rank before, where ranks share the way to host
+    memory."""
     host_bytes: Positive = msgspec.field(default_factory=_default_host_bytes)
     """Size of the slab, per rank."""
     disk_path: str = ""
@@ -84,7 +85,8 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     lease_s: Seconds = 60.0
     """How long blocks promised to a request stay where they are."""
     verify: bool = True
-    """Compare a digest of every landed layer with the one taken at saving. Between a GPU and the slab nothing is."""
+    """Compare a digest of every landed layer with the one taken at saving. Not between a GPU and the slab: receipts of
+    such loads say `verified: false`."""
 
     @property
     def block_major(self) -> bool:

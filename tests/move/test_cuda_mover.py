@@ -22,6 +22,7 @@ from layercast.move.cuda_driver import ATTRIBUTES_BYTES, BESIDE_SINCE, DEVICE, H
 from layercast.move.cuda_lane import GRID
 from layercast.move.cuda_program import Program
 from layercast.move.cuda_stage import SLOTS
+from layercast.move.cuda_tables import TABLE_BYTES
 from layercast.move.flights import HostFlight
 from layercast.move.kernels.pieces_host import compiled_scribe
 from layercast.plan.pieces import Series
@@ -109,6 +110,17 @@ def test_a_piece_that_fits_no_slot_keeps_nothing_beside_it_from_being_staged(dev
     assert memory.read(target, 12288) == data
     assert mover.staging_bytes >= before + SLOTS * 4096
     assert sum(call[0] == "launch" for call in device.log[begun:]) == 1
+    mover.close(SOON_S)
+
+
+def test_a_table_that_batches_share_needs_its_room_once_and_each_table_of_their_own_needs_its_own(device):
+    memory, mover = DeviceMemory(device, (HOST, DEVICE)), mover_of(device)
+    source, target, many = memory.alloc(1 << 20), memory.alloc(1 << 20), TABLE_BYTES // 24 // 2 // 3
+    lane = mover._arm(Direction.UP).lane
+    alike, own = ([pieces_of(*((source + 32 * n, target, 16) for n in range(many)))] for _ in range(2))
+    own += [pieces_of(*((source + 32 * n, target, 16) for n in range(many))) for _ in range(3)]
+    assert lane.choice([Series(piece) for piece in alike * 4]) is Way.STAGED
+    assert lane.choice([Series(piece) for piece in own]) is Way.ENGINE
     mover.close(SOON_S)
 
 

@@ -239,7 +239,8 @@ def _memory(facts: Facts) -> Check:
     if left < 2 * LEAST_SLAB:
         return Check("memory", Level.ERROR, found, "Free memory, or take a smaller model.")
     if facts.config.host_bytes > left // 2:
-        lower = f"Set host_bytes to {rounded_down(left // 2)} or less (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
+        half = f"Set host_bytes to {rounded_down(left // 2)} or less, half of what is left"
+        lower = f"{half} (--set host_bytes=..., LAYERCAST_HOST_BYTES)."
         return Check("memory", Level.ERROR if facts.config.host_bytes > left else Level.WARNING, found, lower)
     if facts.config.host_bytes < LEAST_SLAB:
         found = f"{slab}, in which no block of most models fits: nothing would be saved."

@@ -231,13 +231,13 @@ class Lane:
 
     def _about(self, program: Program, slots: Slots, parts: Parts) -> int:
         """Where a program says how these are staged (see `cuda_stage.ABOUT`), once for all that are."""
-        assert program.tables is not None, "see `_parts`"
-        placed = program.tables.placed
-        if id(parts.long) not in placed:
+        assert program.tables is not None, "see `move`"
+        about = program.tables.about
+        if id(parts.long) not in about:
             head = (*self._launched(STAGED_GRID), slots.address, self.batched, len(parts.long))
-            about = np.array([self.direction is Direction.UP, *head, *parts.long.ravel().tolist()], np.int64)
-            placed[id(parts.long)] = program.hold(about)
-        return placed[id(parts.long)]
+            words = np.array([self.direction is Direction.UP, *head, *parts.long.ravel().tolist()], np.int64)
+            about[id(parts.long)] = program.hold(words)
+        return about[id(parts.long)]
 
     def _launched(self, grid: int) -> tuple[int, int, int, int]:
         """The kernel, as programs launch it."""

@@ -51,7 +51,9 @@ class Tables:
     parts: dict[int, Parts] = field(default_factory=dict)
     """By the id of what batches share: a table is written once for all layers."""
     placed: dict[int, int] = field(default_factory=dict)
-    """By the id of a series: where the parameters of its launches begin. Of staged parts: what is said about them."""
+    """By the id of a series: where the parameters of its launches begin."""
+    about: dict[int, int] = field(default_factory=dict)
+    """By the id of the long copies of staged parts: where it stands how these go (see `cuda_stage.ABOUT`)."""
     held: list[Ints] = field(default_factory=list)
     """What parts name."""
     upload: tuple[tuple[int, int], int] = field(init=False)
@@ -71,6 +73,7 @@ class Tables:
         self.used = 0
         self.parts.clear()
         self.placed.clear()
+        self.about.clear()
         self.held.clear()
 
     def add(self, pieces: Pieces, scribe: Scribe) -> Parts:

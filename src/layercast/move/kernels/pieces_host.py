@@ -7,7 +7,7 @@ the pieces are.
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,7 @@ from layercast.move.cuda_ways import rows_of, stretches
 from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
-Count = TypeVar("Count", int, Ints)
-Slots = tuple[int, int, int]
+Places = tuple[int, int, int]
 WORD_BYTES = 16
 """What the kernel moves at a time: addresses, strides, lengths and shifts must be multiples."""
 MULTIPLES = "addresses and lengths must be multiples of 16"
@@ -31,7 +30,10 @@ class Scribe(NamedTuple):
     """Who writes. pieces: int64 [6, pieces], as in `Pieces`. shifts: int64 [launches, 2], bytes to add on each side."""
 
     look: Callable[[Ints, Ints], tuple[int, int, int, bool]]
-    """look(pieces, shifts): (bytes, copies, bytes of the longest, whether all numbers are multiples of WORD_BYTES)."""
+    """look(pieces, shifts): (bytes, copies, bytes of the longest, whether all are multiples of WORD_BYTES).
+
+    All: addresses, lengths and strides, even of what is copied no times, and shifts.
+    """
     spread: Callable[[Ints, Ints, int], tuple[int, int]]
     """spread(pieces, room, at): write from, to and 8-byte words of each copy, int64 [3, even(copies)], into room[at:].
 
@@ -55,16 +57,16 @@ class Scribe(NamedTuple):
     tables: int64 [count, 4], its address on the device, columns, pieces in them, and turns that the longest takes.
     Returns the address of `given`; 0 where a row of a table, or a shift, is no multiple of WORD_BYTES.
     """
-    by_slots: Callable[[Ints, Ints, bool, int, Slots], None]
+    by_slots: Callable[[Ints, Ints, bool, int, Places], None]
     """by_slots(halves, shifts, up, first, slots): write int64 [2, turns, 2], shifts of long copies, and of launches.
 
-    shifts: int64 [batches, 2], each for the parts of a batch, which take a turn each. slots: (address of the first,
-    bytes of each, how many there are), taken in turn from number `first` on.
+    shifts: int64 [batches, 2], each for the parts of a batch, as many in all, which take a turn each. slots: (address
+    of the first, bytes of each, how many there are), taken in turn from number `first` on.
     """
 
 
-def even(pieces: Count) -> Count:
-    """Columns of a table of so many pieces, or of each of several: rows begin at multiples of 16 bytes."""
+def even(pieces: int) -> int:
+    """Columns of a table of so many pieces: rows begin at multiples of 16 bytes."""
     return pieces + pieces % 2
 
 
@@ -125,7 +127,7 @@ def plain_scribe() -> Scribe:
         given[:, 5:7], given[:, 7:] = shifts, 0
         return 0 if odd(shifts) or odd(address | 8 * columns) else given.ctypes.data
 
-    def by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Slots) -> None:
+    def by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Places) -> None:
         base, nbytes, count = slots
         turns = halves.shape[1]
         halves[:] = np.repeat(shifts, turns // len(shifts), axis=0)
@@ -310,7 +312,7 @@ def _launch(given: Ints, tables: Ints, shifts: Ints) -> int:
     return 0 if bits % WORD_BYTES else given.ctypes.data
 
 
-def _by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Slots) -> None:
+def _by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Places) -> None:
     each = halves.shape[1] // shifts.shape[0]
     for turn in range(halves.shape[1]):
         place = slots[0] + (first + turn) % slots[2] * slots[1]
