@@ -282,8 +282,8 @@ def alone(engine, args, results):
     for name_of_way in args.ways if ours and not results.over else ():
         results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
         for shape in args.shapes:
-            found = hits_of([engine("hits", **order_of(shape, args.reps))])
-            results.put("ways", f"{name} {name_of_way} {shape}", found)
+            found = hits_of([engine("hits", wishes={"load": True}, **order_of(shape, args.reps))])
+            results.put("ways", f"{name} {name_of_way} {shape}", found | engine("loads", count=args.reps))
     if args.ways and ours:
         engine("way", way="measured")
     for shape in args.shapes if "gates" in phases and ours else ():
@@ -320,14 +320,22 @@ def asked_of(phase, engines, args):
 
 
 def mixed(engines, args, results):
-    """Decodes beside hits, the engines in turn."""
-    rounds = {engine.name: [] for engine in engines}
+    """Decodes beside hits, the engines in turn; layercast's by each of the ways that are asked for."""
+    order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
+    rounds = {}
     for _, engine in turns(engines, 2):
-        order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
-        rounds[engine.name].append(engine("mixed", **order))
+        ours = engine.name.startswith("layercast")
+        for way in (ours and args.ways) or ["measured"]:
+            if ours:
+                engine("way", way=way)
+            found, moved = rounds.setdefault(engine.name if way == "measured" else f"{engine.name} {way}", ([], []))
+            found.append(engine("mixed", **order))
+            moved += engine("loads", count=order["count"])["pieces"] if ours else []
+    for name, (found, moved) in rounds.items():
+        results.put("mixed", name, mixed_of(found) | ({"pieces": moved} if moved else {}))
     for engine in engines:
-        results.put("mixed", engine.name, mixed_of(rounds[engine.name]))
         if engine.name.startswith("layercast"):
+            engine("way", way="measured")
             results.put("troubles", f"{engine.name} mixed", engine("troubles"))
 
 
@@ -419,7 +427,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
-    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits by these too")
+    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits and mixed load by these")
     parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, three a round")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")
