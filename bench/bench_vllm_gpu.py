@@ -117,6 +117,7 @@ class Engine:
     def _start(self, name, log, env, case):
         """The process, which imports what it needs and waits for `begin`."""
         self.name, self.dead, self.log = name, False, log
+        self.ours = name.startswith("layercast")
         command = [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(case)]
         env, pipe = {**os.environ, **ENV, **env}, subprocess.PIPE
         self.process = subprocess.Popen(
@@ -203,10 +204,9 @@ def in_turn(engines, rounds, order):
 
 
 def compared(every):
-    """Median and mean of each engine's times and their ratios; that of medians round by round, too; the spread of the
-    baseline's own halves, and how its likeness compares with it, where that has taken its turns as well."""
+    """Median and mean of each engine's times and their ratios; that of medians round by round, too (`by_rounds`); the
+    spread of the baseline's own halves."""
     base, other = (name for name in every if name != AGAIN)
-    likeness = {AGAIN: _by_rounds(every, AGAIN, base)} if AGAIN in every else {}
     medians = {name: statistics.median(t for times in rounds for t in times) for name, rounds in every.items()}
     means = {name: statistics.fmean(t for times in rounds for t in times) for name, rounds in every.items()}
     halves = [statistics.median(t for times in every[base][half::2] for t in times) for half in (0, 1)]
@@ -215,15 +215,17 @@ def compared(every):
         "mean_ms": {name: round(1e3 * value, 4) for name, value in means.items()},
         "ratio_of_medians": round(medians[other] / medians[base], 4),
         "ratio_of_means": round(means[other] / means[base], 4),
-        "by_rounds": _by_rounds(every, other, base),
         "off_against_off": round(max(halves) / min(halves), 4),
         "times": sum(len(times) for times in every[other]),
-        **likeness,
+        **by_rounds({name: [*map(statistics.median, rounds)] for name, rounds in every.items()}),
     }
 
 
-def _by_rounds(every, other, base):
-    return ratios_of(*(list(map(statistics.median, every[name])) for name in (other, base)))
+def by_rounds(every):
+    """An engine's figures, one a round, over the baseline's; and so that one's likeness's, where it took turns, too."""
+    base, other = (name for name in every if name != AGAIN)
+    likeness = {AGAIN: ratios_of(every[AGAIN], every[base])} if AGAIN in every else {}
+    return {"by_rounds": ratios_of(every[other], every[base]), **likeness}
 
 
 def spread(values):
@@ -258,12 +260,12 @@ def mixed_of(rounds):
     slowest_ms: each with how long before its end the last hit was asked.
     """
     found, each = joined(rounds), [sorted(1e3 * gap for gap in found["gaps"]) for found in rounds]
-    gaps = sorted(1e3 * gap for gap in found["gaps"])
-    slowest = sorted(zip(found["gaps"], found["since"], strict=True), reverse=True)[:40]
+    steps = sorted(zip(found["gaps"], found["since"], strict=True))
+    gaps = [1e3 * gap for gap, _ in steps]
     return {
         "itl": {"p50_ms": gaps[len(gaps) // 2], "p99_ms": gaps[int(0.99 * len(gaps))], "max_ms": gaps[-1]},
         "p99_ms of each round": [round(gaps[int(0.99 * len(gaps))], 3) for gaps in each],
-        "slowest_ms": [[round(1e3 * ms, 2) for ms in slow] for slow in slowest],
+        "slowest_ms": [[round(1e3 * ms, 2) for ms in slow] for slow in steps[:-41:-1]],
         "steps": len(gaps),
         "ttft": spread(found["ttft"]),
         "cached": sorted(set(found["cached"])),
@@ -272,7 +274,7 @@ def mixed_of(rounds):
 
 def alone(engine, args, results):
     """The phases of one engine, while its neighbour is idle."""
-    name, phases, ours = engine.name, set(args.phases), engine.name.startswith("layercast")
+    name, phases, ours = engine.name, set(args.phases), engine.ours
     if "same" in phases and ours:
         results.put("same", name, engine("same", prefix=2048, new=300, tokens=16, count=3))
         results.put("same", f"{name} fault", engine("fault", prefix=2048, new=300, tokens=16))
@@ -299,11 +301,11 @@ def hits(engines, args, results):
     for shape in args.shapes:
         rounds = {engine.name: [] for engine in engines}
         for _, engine in turns(engines, args.reps // 3):
-            wishes = {"load": True} if engine.name.startswith("layercast") else None
+            wishes = {"load": True} if engine.ours else None
             rounds[engine.name].append(engine("hits", wishes=wishes, **order_of(shape, 3)))
         for engine in engines:
             found = hits_of(rounds[engine.name])
-            if engine.name.startswith("layercast"):
+            if engine.ours:
                 found |= engine("loads", count=args.reps)
                 if troubles := engine("troubles"):
                     results.put("troubles", f"{engine.name} {shape}", troubles)
@@ -324,17 +326,16 @@ def mixed(engines, args, results):
     order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
     rounds = {}
     for _, engine in turns(engines, 2):
-        ours = engine.name.startswith("layercast")
-        for way in (ours and args.ways) or ["measured"]:
-            if ours:
+        for way in (engine.ours and args.ways) or ["measured"]:
+            if engine.ours:
                 engine("way", way=way)
             found, moved = rounds.setdefault(engine.name if way == "measured" else f"{engine.name} {way}", ([], []))
             found.append(engine("mixed", **order))
-            moved += engine("loads", count=order["count"])["pieces"] if ours else []
+            moved += engine("loads", count=order["count"])["pieces"] if engine.ours else []
     for name, (found, moved) in rounds.items():
         results.put("mixed", name, mixed_of(found) | ({"pieces": moved} if moved else {}))
     for engine in engines:
-        if engine.name.startswith("layercast"):
+        if engine.ours:
             engine("way", way="measured")
             results.put("troubles", f"{engine.name} mixed", engine("troubles"))
 
@@ -352,7 +353,7 @@ def arrivals(engines, args, results):
                     found = engine(**order, rate=rate, seed=int(seed))
                 results.put("poisson", f"{engine.name} rate {rate:g} seed {seed:g}", found)
     for engine in engines:
-        if engine.name.startswith("layercast"):
+        if engine.ours:
             results.put("troubles", f"{engine.name} poisson", engine("troubles"))
 
 
@@ -373,10 +374,7 @@ def together(engines, args, results):
         for seed, engine in turns(engines, ROUNDS):
             every[engine.name].append(engine("loop", batch=256, seconds=2.0, seed=seed)["tokens_per_s"])
         rounded = {name: [round(rate, 1) for rate in rates] for name, rates in every.items()}
-        base, other = (name for name in every if name != AGAIN)
-        likeness = {AGAIN: ratios_of(every[AGAIN], every[base])} if AGAIN in every else {}
-        ratios = {"by_rounds": ratios_of(every[other], every[base]), **likeness}
-        results.put("loop", "256", {"tokens_per_s": rounded, **ratios})
+        results.put("loop", "256", {"tokens_per_s": rounded, **by_rounds(every)})
 
 
 def measured(engines, args, results):
@@ -397,7 +395,7 @@ def measured(engines, args, results):
     if {"recompute", "layercast"} <= {engine.name for engine in pair}:
         together(pair, args, results)
     fresh = [engine for engine in alive if " beside " not in engine.name]
-    for engine in sorted(fresh, key=lambda engine: not engine.name.startswith("layercast")):
+    for engine in sorted(fresh, key=lambda engine: not engine.ours):
         try:
             alone(engine, args, results)
         except RuntimeError as error:

@@ -170,7 +170,7 @@ def test_launches_are_given_their_tables_in_turn_and_each_its_shifts(scribe, shi
 
 
 @given(
-    shifts=SHIFTS.filter(len),
+    shifts=SHIFTS,
     up=st.booleans(),
     each=st.integers(1, 3),
     first=st.integers(0, 20),

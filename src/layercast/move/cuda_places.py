@@ -5,8 +5,6 @@ Does not know streams, programs or flights.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from layercast.move.costs import Direction
 from layercast.move.cuda_driver import DEVICE, PAGEABLE, Driver
 from layercast.move.cuda_pin import Pinning
@@ -44,7 +42,7 @@ def all_pinned(driver: Driver, pinnings: Sequence[Pinning], direction: Direction
             return True  # asking for each end again would cost more than writing the program
     if direction is Direction.LOCAL:
         batches = [batch for batch in batches if len(batch.pieces) and not _inside(driver, batch)]
-    ends = [end for side in host for end in _ends(batches, side)]
+    ends = [end for side in host for batch in batches for end in _ends(batch, side)]
     return all(driver.kind_of(end) != PAGEABLE for end in ends and (min(ends), max(ends)))
 
 
@@ -59,14 +57,8 @@ def _first(series: Series, side: Side) -> int:
     return series.pieces.table.item(nth, 0) + series.shifts.item(0, nth)
 
 
-def _ends(batches: Sequence[Series], side: Side) -> list[int]:
-    """First and last addresses of them all on one side. Batches that share pieces are looked at together."""
-    nth, alike = _ROW[side], dict[int, list[Series]]()
-    for batch in batches:
-        if len(batch.pieces):
-            alike.setdefault(id(batch.pieces.table), []).append(batch)
-    ends = list[int]()
-    for same in alike.values():
-        array, shifts = same[0].pieces.table[nth], np.concatenate([batch.shifts[:, nth] for batch in same])
-        ends += int(array.min() + shifts.min()), int(array.max() + shifts.max())
-    return ends
+def _ends(series: Series, side: Side) -> tuple[int, ...]:
+    """Its first and its last address on one side, if it has any pieces."""
+    nth = _ROW[side]
+    array, shifts = series.pieces.table[nth], series.shifts[:, nth]
+    return (int(array.min() + shifts.min()), int(array.max() + shifts.max())) if len(array) else ()

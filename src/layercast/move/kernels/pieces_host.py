@@ -101,7 +101,8 @@ def plain_scribe() -> Scribe:
     def cut(pieces: Ints, up: bool, slot_bytes: int, room: Ints, at: int, device: int) -> tuple[Ints, Ints, int]:
         rows, first, used, parts = rows_of(Pieces(pieces)), 0, 0, list[tuple[int, ...]]()
         order, stretch = stretches(rows.source if up else rows.target, rows.length)
-        rows, ends, long = rows.take(order), np.cumsum(rows.length[order]), np.empty(6 * len(order), np.int64)
+        rows = rows.take(order)
+        ends, long = np.cumsum(rows.length), np.empty(6 * len(rows), np.int64)
         nothing = long[:0], np.zeros((0, 6), np.int64), -1
         if odd(rows.table) or (rows.length > slot_bytes).any():
             return nothing
@@ -128,8 +129,7 @@ def plain_scribe() -> Scribe:
         return 0 if odd(shifts) or odd(address | 8 * columns) else given.ctypes.data
 
     def by_slots(halves: Ints, shifts: Ints, up: bool, first: int, slots: Places) -> None:
-        base, nbytes, count = slots
-        turns = halves.shape[1]
+        (base, nbytes, count), turns = slots, halves.shape[1]
         halves[:] = np.repeat(shifts, turns // len(shifts), axis=0)
         places = base + (first + np.arange(turns)) % count * nbytes
         halves[0, :, 1 if up else 0] = halves[1, :, 0 if up else 1] = places
