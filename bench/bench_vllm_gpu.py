@@ -250,7 +250,7 @@ def hits_of(rounds):
     found = joined(rounds)
     facts = {kind: spread(found[kind]) for kind in ("cold", "hit", "in_gpu") if found[kind]}
     facts["cached"] = sorted(set(map(tuple, found["cached"])))
-    facts |= {kind: found[kind] for kind in ("stages", "stages_in_gpu") if kind in found}
+    facts |= {kind: found[kind] for kind in ("stages", "stages_in_gpu", "spent") if kind in found}
     return {**facts, "missed": found["missed"]} if found["missed"] else facts
 
 
@@ -269,6 +269,7 @@ def mixed_of(rounds):
         "steps": len(gaps),
         "ttft": spread(found["ttft"]),
         "cached": sorted(set(found["cached"])),
+        **({"how": found["how"]} if "how" in found else {}),
     }
 
 
@@ -281,35 +282,41 @@ def alone(engine, args, results):
         engine("troubles")  # that one was lost on purpose
     if "sound" in phases and ours:
         results.put("sound", name, engine("sound", seeds=[1, 2, 3], rate=25, **ARRIVALS))
-    for name_of_way in args.ways if ours and not results.over else ():
-        results.put("ways", f"{name} {name_of_way}", engine("way", way=name_of_way))
-        for shape in args.shapes:
-            found = hits_of([engine("hits", wishes={"load": True}, **order_of(shape, args.reps))])
-            results.put("ways", f"{name} {name_of_way} {shape}", found | engine("loads", count=args.reps))
-    if args.ways and ours:
-        engine("way", way="measured")
     for shape in args.shapes if "gates" in phases and ours else ():
-        results.put("gates", f"{name} {shape}", engine("gates", **order_of(shape, args.reps)))
+        for name_of_way in by_ways(engine, args.ways):
+            results.put("gates", f"{name_of_way} {shape}", engine("gates", **order_of(shape, args.reps)))
     if "hooks" in phases and ours:
         results.put("hooks", name, engine("hooks", prefix=8192, new=512))
         for batch in args.batches:
             results.put("hooks", f"{name} decode {batch}", engine("decode_hooks", batch=batch, steps=100))
 
 
+def by_ways(engine, ways):
+    """What an engine's results go by, layercast's while it moves by each of the ways that are asked for."""
+    for way in (ways or ["measured"]) if engine.ours else ():
+        engine("way", way=way)
+        yield engine.name if way == "measured" else f"{engine.name} {way}"
+    if engine.ours:
+        engine("way", way="measured")
+    else:
+        yield engine.name
+
+
 def hits(engines, args, results):
-    """Hits of each shape, all engines in turn, so that the host's good and bad moments are everybody's."""
+    """Hits of each shape, all engines and ways in turn, so that the host's good and bad moments are everybody's."""
     for shape in args.shapes:
-        rounds = {engine.name: [] for engine in engines}
+        rounds, moved = {}, {}
         for _, engine in turns(engines, args.reps // 3):
-            wishes = {"load": True} if engine.ours else None
-            rounds[engine.name].append(engine("hits", wishes=wishes, **order_of(shape, 3)))
+            for name in by_ways(engine, args.ways):
+                wishes = {"load": True} if engine.ours else None
+                rounds.setdefault(name, []).append(engine("hits", wishes=wishes, **order_of(shape, 3)))
+                if engine.ours:
+                    moved.setdefault(name, []).append(engine("loads", count=3))
+        for name, found in rounds.items():
+            results.put("hits", f"{name} {shape}", hits_of(found) | (joined(moved[name]) if name in moved else {}))
         for engine in engines:
-            found = hits_of(rounds[engine.name])
-            if engine.ours:
-                found |= engine("loads", count=args.reps)
-                if troubles := engine("troubles"):
-                    results.put("troubles", f"{engine.name} {shape}", troubles)
-            results.put("hits", f"{engine.name} {shape}", found)
+            if engine.ours and (troubles := engine("troubles")):
+                results.put("troubles", f"{engine.name} {shape}", troubles)
 
 
 def asked_of(phase, engines, args):
@@ -326,17 +333,14 @@ def mixed(engines, args, results):
     order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
     rounds = {}
     for _, engine in turns(engines, 2):
-        for way in (engine.ours and args.ways) or ["measured"]:
-            if engine.ours:
-                engine("way", way=way)
-            found, moved = rounds.setdefault(engine.name if way == "measured" else f"{engine.name} {way}", ([], []))
+        for name in by_ways(engine, args.ways):
+            found, moved = rounds.setdefault(name, ([], []))
             found.append(engine("mixed", **order))
             moved += engine("loads", count=order["count"])["pieces"] if engine.ours else []
     for name, (found, moved) in rounds.items():
         results.put("mixed", name, mixed_of(found) | ({"pieces": moved} if moved else {}))
     for engine in engines:
         if engine.ours:
-            engine("way", way="measured")
             results.put("troubles", f"{engine.name} mixed", engine("troubles"))
 
 
@@ -425,7 +429,9 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[f"{prefix}+{new}" for prefix, new in SHAPES])
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
-    parser.add_argument("--ways", nargs="*", default=[], help="engine, staged, staged8: hits and mixed load by these")
+    parser.add_argument(
+        "--ways", nargs="*", default=[], help="measured, engine, staged, staged8: hits and mixed load by these in turn"
+    )
     parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, three a round")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
     parser.add_argument("--engine", default="{}", help="further fields of each engine's case, as JSON")

@@ -1,5 +1,6 @@
 """What only layercast's own connector can be asked in an engine: its hooks' time, its counts, a damaged byte."""
 
+import logging
 import statistics
 import time
 from collections import Counter
@@ -12,7 +13,9 @@ from layercast.errors import Missing
 from layercast.flow.orders import LoadOutcome
 from layercast.landing import Landing
 from layercast.move import cuda_lane
+from layercast.move.base import Waits
 from layercast.move.costs import Way, only
+from layercast.observe.receipts import receipts_in
 
 TIMED = 2000
 WORKER_HOOKS = (
@@ -84,8 +87,9 @@ class Ours:
     def hits(self, **order):
         """As the engine's; stages, and stages_in_gpu: of each hit when its hooks were called, in ms since it was asked,
         and when its `answer` came. Of a hook: when its first call began and was over, and when its last one was over.
+        spent: ms in all the gates of each hit, of which a thread passes one once the device has the layer's copies.
         """
-        answer, stages = self.engine.answer, {"stages": [], "stages_in_gpu": []}
+        answer, stages = self.engine.answer, {"stages": [], "stages_in_gpu": [], "spent": []}
 
         def staged(*rest, **more):
             start = time.perf_counter()
@@ -96,6 +100,9 @@ class Ours:
                 ms = {name: [round(1e3 * (at - start), 2) for at in span] for name, span in told.items()}
                 kind = "stages" if (more.get("wishes") or {}).get("load") else "stages_in_gpu"
                 stages[kind].append({**ms, "answer": round(1e3 * got[0], 2)})
+                if kind == "stages":
+                    gates = [over - begun for begun, over in spans.get("wait_for_layer_load", ())]
+                    stages["spent"].append(round(1e3 * sum(gates), 2))
             return got
 
         self.engine.answer = staged
@@ -103,6 +110,21 @@ class Ours:
             return {**self.engine.hits(**order), **{kind: each[-order["reps"] :] for kind, each in stages.items()}}
         finally:
             del self.engine.answer
+
+    def mixed(self, **order):
+        """As the engine's; how: of each hit how it was loaded, ms from the first byte to the last, and why so."""
+        log, lines = logging.getLogger("layercast"), []
+        keeping, level = logging.Handler(), log.level
+        keeping.emit = lambda record: lines.append(record.getMessage())
+        log.addHandler(keeping)
+        log.setLevel(logging.INFO)
+        try:
+            found = self.engine.mixed(**order)
+        finally:
+            log.removeHandler(keeping)
+            log.setLevel(level)
+        receipts = receipts_in(lines, "hit-")
+        return {**found, "how": [[one.mode, round(1e3 * one.transfer_s, 2), one.reason] for one in receipts]}
 
     def gates(self, prefix, new, reps, settle):
         """Of each hit, in ms since it was asked: `answer`, and when the device came to each layer's gate, was through
@@ -264,10 +286,10 @@ class Ours:
         class Failing:
             """The mover, but for one copy of the next load that is never made."""
 
-            def submit_all(self, batches, *, after=(), keep=(), background=False):
+            def submit_all(self, batches, *, after=(), keep=(), waits=Waits.ONE):
                 number[0] += 1
                 if number[0] > 1:
-                    return mover.submit_all(batches, after=after, keep=keep, background=background)
+                    return mover.submit_all(batches, after=after, keep=keep, waits=waits)
                 flights = list(mover.submit_all(batches[:-1], after=after[:-1], keep=keep))
                 lost = Landing()
                 lost.fail(Missing("a copy that was never made"))

@@ -287,6 +287,16 @@ def test_a_save_that_failed_on_one_rank_is_never_visible():
     side.directory.check()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_order_says_whether_others_compute_in_the_forward_that_waits(shared):
+    side = side_of(16)
+    store(side)
+    match = side.match(TOKENS)
+    order = side.load_order("warm", replace(match, decision=replace(match.decision, shared=shared)), [TABLE])
+    assert order.shared is shared
+    side.settle(loaded(order), 0)
+
+
 def test_a_lease_lasts_until_the_load_has_ended_on_every_rank():
     side = side_of(16, 16)
     store(side)

@@ -3,7 +3,7 @@
 import pytest
 
 from layercast.flow.issue import Batch, Issuer
-from layercast.move.base import MoverOver
+from layercast.move.base import MoverOver, Waits
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.observe.timeline import SpanKind
@@ -19,13 +19,13 @@ class Device(MoverOver):
 
     def __init__(self):
         super().__init__(CpuMover())
-        self.waves, self.background = [], []
+        self.waves, self.waits = [], []
 
     def submit(self, pieces, *, after=(), keep=()):
         raise AssertionError("a device is handed many at a time")
 
-    def submit_all(self, batches, *, after=(), keep=(), background=False):
-        self.background.append(background)
+    def submit_all(self, batches, *, after=(), keep=(), waits=Waits.ONE):
+        self.waits.append(waits)
         self.waves.append([HostFlight() for _ in batches])
         return self.waves[-1]
 
@@ -74,10 +74,10 @@ def test_in_the_background_a_device_is_handed_load_by_load_and_told_that_they_st
     take the interpreter from the forward's for each."""
     runs, issuer = [Followed() for _ in range(3)], Issuer(device, depth=2)
     for nth, run in enumerate(runs):
-        issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), background=True)
+        issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), waits=Waits.NOBODY)
     issuer.add_loads(batches(runs[0], 4, MIB, "another"))
     assert [len(wave) for wave in device.waves] == [8, 8, 8, 4]
-    assert device.background == [True, True, True, False]
+    assert device.waits == [Waits.NOBODY] * 3 + [Waits.ONE]
     for nth, run in enumerate(runs):
         assert [len(run.over) for run in runs] == [8] * nth + [0] * (3 - nth)
         device.end_first()

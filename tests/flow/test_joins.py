@@ -14,7 +14,7 @@ from layercast.flow.batches import Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.runs import LoadRun
 from layercast.flow.worker import Worker
-from layercast.move.base import MoverOver
+from layercast.move.base import MoverOver, Waits
 from layercast.move.cpu import CpuMover
 from layercast.move.flights import HostFlight
 from layercast.move.gates import CpuGate
@@ -154,10 +154,11 @@ class Device(CpuMover):
 
     def __init__(self):
         super().__init__()
-        self.flights = []
+        self.flights, self.waits = [], []
 
-    def submit_all(self, batches, *, after=(), keep=(), background=False):
+    def submit_all(self, batches, *, after=(), keep=(), waits=Waits.ONE):
         self.flights += (made := [Parts(len(batch.shifts)) for batch in batches])
+        self.waits.append(waits)
         return made
 
 
@@ -188,6 +189,15 @@ def worker_over_a_device():
             while not flight.done:
                 flight.go()
         device.close(5)
+
+
+def test_a_device_is_told_who_waits_for_a_load():
+    alone, beside = load("alone", (0,)), msgspec.structs.replace(load("beside", (1,)), shared=True)
+    with worker_over_a_device() as (worker, _):
+        worker.begin(StepOrders(1, loads=(alone,))).end()
+        worker.begin(StepOrders(2, loads=(msgspec.structs.replace(alone, id="again", request="again"), beside))).end()
+        worker.begin(StepOrders(3, background=(load("later", (2,)),))).end()
+        assert worker.mover.waits == [Waits.ONE, Waits.MANY, Waits.NOBODY]
 
 
 @pytest.mark.parametrize("hidden", range(LAYERS + 1))

@@ -8,6 +8,7 @@ from async_device import AsyncDevice
 from host_device import KERNEL, DeviceMemory, HostDevice
 from test_cuda_mover import KERNELS, STAGED, mover_of
 
+from layercast.move.base import Waits
 from layercast.move.costs import Direction
 from layercast.move.cpu import CpuMover
 from layercast.move.cuda_driver import DEVICE, HOST
@@ -50,7 +51,7 @@ class Loads:
 
 def test_what_a_forward_waits_for_has_landed_long_before_the_background_it_came_behind(device, mover):
     loads = Loads(device)
-    (slow,) = mover.submit_all([loads.of(BLOCKS)], background=True)
+    (slow,) = mover.submit_all([loads.of(BLOCKS)], waits=Waits.NOBODY)
     (quick,) = mover.submit_all([loads.of(8)])
     quick.wait(SOON_S)
     assert not slow.done
@@ -63,7 +64,7 @@ def test_what_a_forward_waits_for_has_landed_long_before_the_background_it_came_
 
 def test_the_background_keeps_an_order_of_its_own(device, mover):
     loads = Loads(device)
-    flights = [mover.submit_all([loads.of(20)], background=True)[0] for _ in range(4)]
+    flights = [mover.submit_all([loads.of(20)], waits=Waits.NOBODY)[0] for _ in range(4)]
     for nth, flight in enumerate(flights):
         flight.wait(SOON_S)
         assert all(one.done for one in flights[:nth])
@@ -72,7 +73,7 @@ def test_the_background_keeps_an_order_of_its_own(device, mover):
 
 def test_what_waits_for_the_background_though_that_stands_aside_for_it_comes_to_its_end(device, mover):
     loads = Loads(device)
-    (slow,) = mover.submit_all([loads.of(BLOCKS)], background=True)
+    (slow,) = mover.submit_all([loads.of(BLOCKS)], waits=Waits.NOBODY)
     (quick,) = mover.submit_all([loads.of(8)], after=[[slow]])
     quick.wait(SOON_S)
     assert slow.done
@@ -82,9 +83,9 @@ def test_what_waits_for_the_background_though_that_stands_aside_for_it_comes_to_
 def test_a_mover_is_closed_once_its_background_is_over(device):
     loads, mover = Loads(device), mover_of(device, {}, None)
     flights = [
-        *mover.submit_all([loads.of(40)], background=True),
+        *mover.submit_all([loads.of(40)], waits=Waits.NOBODY),
         *mover.submit_all([loads.of(40)]),
-        *mover.submit_all([loads.of(40)], background=True),
+        *mover.submit_all([loads.of(40)], waits=Waits.NOBODY),
     ]
     mover.close(SOON_S)
     assert [flight.done for flight in flights] == [True] * 3
@@ -97,14 +98,14 @@ def test_the_background_goes_by_the_same_costs_in_less_memory(costs):
     mover = mover_of(device, {}, KERNEL, staging=27 * SIZE)
     first, loads = mover._arm(UP), Loads(device)
     before = mover.staging_bytes
-    for flight in mover.submit_all([loads.of(20)], background=True):
+    for flight in mover.submit_all([loads.of(20)], waits=Waits.NOBODY):
         flight.wait(SOON_S)
     mover.prefer(costs)
     behind = mover._arm(UP, background=True)
     assert behind.lane.costs is first.lane.costs
     assert behind.lane.staging.slot_bytes == first.lane.staging.slot_bytes // 3
     assert mover.staging_bytes > before
-    (flight,) = mover.submit_all([loads.of(7)], background=True)
+    (flight,) = mover.submit_all([loads.of(7)], waits=Waits.NOBODY)
     flight.wait(SOON_S)
     assert loads.right()
     mover.close(SOON_S)
@@ -112,7 +113,7 @@ def test_the_background_goes_by_the_same_costs_in_less_memory(costs):
 
 def test_who_has_no_background_takes_it_as_any_other():
     mover, source, target = CpuMover(), np.arange(8), np.zeros(8, np.int64)
-    (flight,) = mover.submit_all([pieces_of((source.ctypes.data, target.ctypes.data, 64))], background=True)
+    (flight,) = mover.submit_all([pieces_of((source.ctypes.data, target.ctypes.data, 64))], waits=Waits.NOBODY)
     flight.wait(SOON_S)
     assert (source == target).all()
     mover.close(SOON_S)

@@ -15,6 +15,7 @@ from loops import LOOPS, interpreter_kept, loop_of, spun
 from msgspec.structs import replace
 
 from layercast.errors import BrokenInvariant, DeviceFailed, Missing
+from layercast.move.base import Waits
 from layercast.move.costs import Costs, Direction, Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_desk import Desk
@@ -119,8 +120,20 @@ def test_a_table_that_batches_share_needs_its_room_once_and_each_table_of_their_
     lane = mover._arm(Direction.UP).lane
     alike, own = ([pieces_of(*((source + 32 * n, target, 16) for n in range(many)))] for _ in range(2))
     own += [pieces_of(*((source + 32 * n, target, 16) for n in range(many))) for _ in range(3)]
-    assert lane.choice([Series(piece) for piece in alike * 4]) is Way.STAGED
-    assert lane.choice([Series(piece) for piece in own]) is Way.ENGINE
+    assert lane.choice([Series(piece) for piece in alike * 4], Waits.ONE) is Way.STAGED
+    assert lane.choice([Series(piece) for piece in own], Waits.ONE) is Way.ENGINE
+    mover.close(SOON_S)
+
+
+def test_blocks_of_a_common_model_go_by_the_engine_only_to_who_waits_for_them_alone():
+    """A thread that launches a forward waits while copies are handed over, and all who compute in it with that one."""
+    size, count = 1 << 16, 128
+    mover = mover_of(HostDevice(), {}, staging=SLOTS * size * 16)
+    up, down = (mover._arm(direction).lane for direction in (Direction.UP, Direction.DOWN))
+    blocks = [Series(pieces_of(*((size * n, (1 << 40) + 2 * size * n, size) for n in range(count))))]
+    saved = [Series(pieces_of(*(((1 << 40) + 2 * size * n, size * n, size) for n in range(count))))]
+    assert [up.choice(blocks, waits) for waits in Waits] == [Way.ENGINE, Way.STAGED, Way.STAGED]
+    assert {down.choice(saved, waits) for waits in Waits} == {Way.STAGED}
     mover.close(SOON_S)
 
 

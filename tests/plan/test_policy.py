@@ -50,6 +50,13 @@ def test_beside_others_a_load_that_hides_behind_its_forward_is_layerwise():
     assert choose(rest=2048, running=32).mode is Mode.LAYERWISE
 
 
+def test_whether_others_compute_in_the_forward_that_waits_is_said():
+    assert choose(rest=2048, running=32).shared
+    assert choose(rest=2048, running=1, use_layerwise=False, exposed_s=1.0).shared
+    assert not choose(rest=2048).shared
+    assert not choose(rest=64, running=32).shared, "that one waits in the background"
+
+
 def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_background():
     decision = choose(rest=64, running=32)
     assert decision.mode is Mode.BACKGROUND_LAYERWISE

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from layercast.errors import DeadlineExceeded
-from layercast.move.base import DigestFlight, Flight, Mover
+from layercast.move.base import DigestFlight, Flight, Mover, Waits
 from layercast.move.flights import HostFlight, landed
 from layercast.observe.timeline import OFF, SpanKind, Timeline
 from layercast.plan.order import DeadlineQueue
@@ -101,16 +101,16 @@ class Issuer:
         self._pumping = False
         self.peak_in_flight = 0
 
-    def add_loads(self, batches: Iterable[Batch], background: bool = False) -> None:
+    def add_loads(self, batches: Iterable[Batch], waits: Waits = Waits.ONE) -> None:
         """Queue batches that a layer waits for, or (those of one load) that a request waits for in the background.
 
         There a load goes after those before it: were they to take turns, all would come as late as the last.
         """
         if self._mover.whole_steps:
-            self._hand_over(sorted(batches, key=_first_layer), background)
+            self._hand_over(sorted(batches, key=_first_layer), waits)
             return
         with self._lock:
-            behind = max(LAST, self._loads.last_layer + 1) if background else 0
+            behind = max(LAST, self._loads.last_layer + 1) if waits is Waits.NOBODY else 0
             for batch in batches:
                 self._loads.push(batch, layer=behind or batch.layers[0], owner=batch.owner)
         self._pump()
@@ -166,19 +166,19 @@ class Issuer:
         while batches := self._next():
             self._submit(batches)
 
-    def _hand_over(self, batches: Sequence[Batch], background: bool = False) -> None:
+    def _hand_over(self, batches: Sequence[Batch], waits: Waits = Waits.ONE) -> None:
         """Submit all of it, whatever else is in flight."""
         if batches:
             with self._lock:
                 self._in_flight += len(batches)
-            self._submit(batches, background)
+            self._submit(batches, waits)
 
-    def _submit(self, batches: Sequence[Batch], background: bool = False) -> None:
+    def _submit(self, batches: Sequence[Batch], waits: Waits = Waits.ONE) -> None:
         pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
         flights: Sequence[Flight]
         since_s = time.monotonic()  # whoever submits may be held up while a device copies already
         try:
-            flights = self._mover.submit_all(pieces, after=after, keep=self._keep, background=background)
+            flights = self._mover.submit_all(pieces, after=after, keep=self._keep, waits=waits)
         except Exception as error:  # noqa: BLE001  what a mover can't do fails its batches, and no thread
             flights = [_failed_behind(landed(), error) for _ in batches]
         self._follow(batches, flights, since_s)

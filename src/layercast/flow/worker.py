@@ -26,7 +26,7 @@ from layercast.flow.orders import (
 )
 from layercast.flow.runs import Arrived, LoadRun, ReceiveRun, SaveRun
 from layercast.flow.tier import Tier
-from layercast.move.base import Flight, Gate, Mover
+from layercast.move.base import Flight, Gate, Mover, Waits
 from layercast.move.flights import delayed
 from layercast.observe.timeline import OFF, Timeline
 from layercast.plan.pieces import Pieces
@@ -110,11 +110,13 @@ class Worker:
         for run in joined:
             run.behind = self.mover.whole_steps  # a device has it, in its order
         if loads or joined:  # together, as each layer waits for all of them
-            self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)])
+            shared = any(order.shared for order in orders.loads)
+            waits = Waits.MANY if shared else Waits.ONE
+            self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)], waits)
         for run, flights in arrivals.items():
             _follow(run, flights)
         for batches in background.values():
-            self.issuer.add_loads(batches, background=True)
+            self.issuer.add_loads(batches, Waits.NOBODY)
         if self.mover.whole_steps:  # a stream waits for these, and says nothing of it
             for run in (*loads, *joined):
                 run.clocking.exposed_s = None

@@ -14,6 +14,7 @@ Laws (see `testing.MoverLaws`, `testing.GateLaws`):
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +58,17 @@ class Flight(Protocol):
         ...
 
 
+class Waits(StrEnum):
+    """Who waits for what is loaded."""
+
+    ONE = "one"
+    """A forward for the sake of this alone."""
+    MANY = "many"
+    """A forward that others compute in, who are held up by all that it takes."""
+    NOBODY = "nobody"
+    """Nobody yet: it goes in the background."""
+
+
 class Mover(ABC):
     """Copies pieces between memories of this process."""
 
@@ -73,13 +85,13 @@ class Mover(ABC):
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
-        background: bool = False,
+        waits: Waits = Waits.ONE,
     ) -> Sequence[Flight]:
         """Copy several batches, begun in this order, each behind its own `after`; a flight for each. Returns at once.
 
         None may touch memory that another of them writes, as they may overlap; submissions do not. Of series the parts
-        go by their turns. background: nobody waits for these yet, so that what is submitted later may go first, and may
-        touch nothing that they do. What can't be submitted is a failed flight, and the others move all the same.
+        go by their turns. waits: where nobody does, what is submitted later may go first, and may touch nothing that
+        these do. What can't be submitted is a failed flight, and the others move all the same.
         """
         return [
             self._submitted(pieces, behind, keep)

@@ -15,7 +15,7 @@ from functools import cache, partial
 import numpy as np
 
 from layercast.errors import DeadlineExceeded, Refused
-from layercast.move.base import DigestFlight, Digests, Flight, Mover
+from layercast.move.base import DigestFlight, Digests, Flight, Mover, Waits
 from layercast.move.costs import Costs, Direction, Way
 from layercast.move.cuda_costs import SOON_S, measured_costs
 from layercast.move.cuda_desk import Desk
@@ -104,7 +104,7 @@ class CudaMover(Mover):
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
-        background: bool = False,
+        waits: Waits = Waits.ONE,
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:
@@ -112,7 +112,7 @@ class CudaMover(Mover):
 
         None may touch memory that another of them writes: by the kernel they overlap. They are issued in one call,
         without the interpreter lock. Of series the parts go by their turns, those of turn 0 (as plain pieces) in the
-        order of the batches. background: see `Mover`. flags: for each batch the address of a 32-bit word, in pinned or
+        order of the batches. waits: see `Mover`. flags: for each batch the address of a 32-bit word, in pinned or
         device memory, that the device sets to 1 behind it; behind: likewise a word that it waits for. A word that
         nobody sets holds this direction for good. Returns at once. Raises Refused once closed.
         """
@@ -122,18 +122,18 @@ class CudaMover(Mover):
         others = [flight for flights in lists.values() for flight in flights if not standing(flight)]
         if others and len(lists) > 1:  # what waits for others must not hold up the rest
             rows = zip(batches, after, flags, behind, strict=True)
-            one = partial(self.submit_all, keep=keep, background=background)
+            one = partial(self.submit_all, keep=keep, waits=waits)
             alone = [one([b], after=[a], flags=[f], behind=[h]) for b, a, f, h in rows]
             return [flight for (flight,) in alone]
         if not batches:
             return []
         series = [batch if isinstance(batch, Series) else Series(batch, np.array([batch.shift])) for batch in batches]
         self._driver.bind()
-        arm = self._arm(direction_of(self._driver, series), background)
+        arm = self._arm(direction_of(self._driver, series), background=waits is Waits.NOBODY)
         if not others:
             arm.desk.stir()
         hurdles = {key: [flight for flight in flights if moving(flight)] for key, flights in lists.items()}
-        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind)
+        orders = Orders(series, [hurdles[id(flights)] for flights in after], flags, behind, waits)
         return self._submit(arm, orders, others, keep)
 
     def _submit(self, arm: _Arm, orders: Orders, others: Sequence[Flight], keep: Sequence[object]) -> list[CudaFlight]:
@@ -295,10 +295,10 @@ class CudaMover(Mover):
 
     def _choice(self, lane: Lane, orders: Orders) -> tuple[Way | None, bool]:
         """(how a wave goes as a whole; None = part by part, whether the device reaches all of it). On any thread."""
-        batches = orders.batches
+        batches, waits = orders.batches, orders.waits
         pinned = all_pinned(self._driver, self._pinnings, lane.direction, batches)
-        choice = lane.choice(batches) if pinned else Way.ENGINE
-        if choice is not Way.STAGED and pinned and len(batches) > 1 and lane.choice(batches[:1]) is not choice:
+        choice = lane.choice(batches, waits) if pinned else Way.ENGINE
+        if choice is not Way.STAGED and pinned and len(batches) > 1 and lane.choice(batches[:1], waits) is not choice:
             return None, pinned
         return choice, pinned
 
@@ -315,7 +315,7 @@ class CudaMover(Mover):
     ) -> Iterator[Program]:
         """The wave as one program, or as several: one moves while the next is written. On the thread that issues."""
         for some in orders.growing(runs) if whole is None else [runs]:
-            way = lane.granted(whole or lane.choice([orders.batches[run.batch] for run in some]))
+            way = lane.granted(whole or lane.choice([orders.batches[run.batch] for run in some], orders.waits))
             if way is not Way.ENGINE:
                 lane.tables.take_next(wave.tables)
             yield self._program(lane, orders, some, wave, way, pinned=pinned)

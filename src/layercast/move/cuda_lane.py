@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from layercast.errors import OutOfMemory
-from layercast.move.base import Flight
+from layercast.move.base import Flight, Waits
 from layercast.move.costs import DEFAULT_COSTS, Costs, Direction, Way
 from layercast.move.cuda_driver import BESIDE_SINCE, Batched, Driver
 from layercast.move.cuda_flights import CudaFlight, Mark, Tally
@@ -73,7 +73,6 @@ class Lane:
         self.kernel = kernel
         self.copy, spread = driver.stream(urgent=True), driver.stream(urgent=True)
         share = 1 if before is None else BACKGROUND_SHARE
-        self._awaited = direction is Direction.UP and before is None
         self.staging = Staging(staging_limit // SLOTS // share // 256 * 256)
         first = before.tally.address if before is not None else 0
         self.tally: Tally = Tally(driver.host_memory(TALLY_BYTES), driver.calls.ring, PACES.get(direction), first)
@@ -106,16 +105,17 @@ class Lane:
         inside = self.direction is Direction.LOCAL
         return Batched.FAST if inside or self.driver.version < BESIDE_SINCE else Batched.BESIDE
 
-    def choice(self, batches: Sequence[Series]) -> Way:
+    def choice(self, batches: Sequence[Series], waits: Waits) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
         kernel = self.kernel if self.tables else None
+        alone = self.direction is Direction.UP and waits is Waits.ONE
         first_of = next((batch for batch in batches if len(batch.pieces)), None)
         if kernel is None or first_of is None:
             return Way.ENGINE
         look, seen = kernel.scribe.look, {id(first_of.pieces.table)}
         nbytes, copies, longest, fine = look(first_of.pieces.table, first_of.shifts)
         size = nbytes, copies
-        if surely_engine(size, self.costs, awaited=self._awaited):
+        if surely_engine(size, self.costs, alone=alone):
             return Way.ENGINE
         for batch in batches:
             table = batch.pieces.table
@@ -129,8 +129,8 @@ class Lane:
             sample = first_of.pieces.table[:, :SAMPLE]
             nbytes, copies, *_ = look(sample, first_of.shifts)
             runs = kernel.scribe.runs(sample, self.direction is Direction.UP)
-            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, awaited=self._awaited)
-        return way_of(size, self.costs, kernel=True, awaited=self._awaited)
+            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, alone=alone)
+        return way_of(size, self.costs, kernel=True, alone=alone)
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""

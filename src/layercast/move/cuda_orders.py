@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from layercast.move.base import Flight
+from layercast.move.base import Flight, Waits
 from layercast.plan.pieces import Series
 
 
@@ -28,6 +28,7 @@ class Orders(NamedTuple):
     """Addresses of 32-bit words to set behind them; 0 = none."""
     behind: Sequence[int]
     """Addresses of words that they wait for; 0 = none."""
+    waits: Waits
 
     def runs(self) -> list[Run]:
         """All parts in the order in which they move."""

@@ -28,13 +28,14 @@ class Decision(msgspec.Struct, frozen=True):
     """window: layers moved together as in LoadOrder, 0 = all. reason: for the receipt.
 
     hidden_bytes: as in LoadOrder; only a load in two parts has any: what comes while the forwards under way run, behind
-    the one that reads it, or in the time that others may wait.
+    the one that reads it, or in the time that others may wait. shared: as in LoadOrder.
     """
 
     mode: Mode
     window: int
     reason: str
     hidden_bytes: int = 0
+    shared: bool = False
 
     @property
     def parked(self) -> bool:
@@ -139,7 +140,7 @@ def _loaded(hit: Hit, rules: Rules, company: Company, estimate: Estimate | None)
     exposed_s = max(0.0, transfer_s - company.ahead_s - hidden_s)
     sees = f"{company.running} others running would wait {_ms(exposed_s)} of {_ms(rules.exposed_s)} allowed"
     if exposed_s <= rules.exposed_s:
-        return Decision(mode, window, f"{why}; {sees}")
+        return Decision(mode, window, f"{why}; {sees}", shared=True)
     behind = int(estimate.link_bytes_per_s * hidden_s) - company.nbytes
     if behind * rules.layers < hit.nbytes * window or not window:  # not one window would hide
         return Decision(Mode.BACKGROUND, window, sees)

@@ -7,6 +7,7 @@ import threading
 
 from lab import Engine, model, prompt, tell
 
+from layercast.move.base import Waits
 from layercast.move.flights import HostFlight
 
 WAIT_MS, STALL_S = 150, 0.6
@@ -45,7 +46,7 @@ class Troubles:
         mover = issuer._mover
 
         class Stalling:
-            def submit_all(self, batches, *, after, keep=(), background=False):
+            def submit_all(self, batches, *, after, keep=(), waits=Waits.ONE):
                 behind = list(after)
                 for nth, batch in enumerate(batches):
                     seen.append(batch)
@@ -53,7 +54,7 @@ class Troubles:
                         held = HostFlight()
                         told(held)
                         behind[nth] = (*after[nth], held)
-                return mover.submit_all(batches, after=behind, keep=keep, background=background)
+                return mover.submit_all(batches, after=behind, keep=keep, waits=waits)
 
             def __getattr__(self, name):
                 return getattr(mover, name)
