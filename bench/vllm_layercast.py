@@ -286,7 +286,7 @@ class Ours:
         class Failing:
             """The mover, but for one copy of the next load that is never made."""
 
-            def submit_all(self, batches, *, after=(), keep=(), waits=Waits.ONE):
+            def submit_all(self, batches, *, after=(), keep=(), waits=Waits.IDLE):
                 number[0] += 1
                 if number[0] > 1:
                     return mover.submit_all(batches, after=after, keep=keep, waits=waits)

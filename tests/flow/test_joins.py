@@ -156,7 +156,7 @@ class Device(CpuMover):
         super().__init__()
         self.flights, self.waits = [], []
 
-    def submit_all(self, batches, *, after=(), keep=(), waits=Waits.ONE):
+    def submit_all(self, batches, *, after=(), keep=(), waits=Waits.IDLE):
         self.flights += (made := [Parts(len(batch.shifts)) for batch in batches])
         self.waits.append(waits)
         return made
@@ -192,12 +192,16 @@ def worker_over_a_device():
 
 
 def test_a_device_is_told_who_waits_for_a_load():
-    alone, beside = load("alone", (0,)), msgspec.structs.replace(load("beside", (1,)), shared=True)
+    def of(number, *hidden):
+        orders = [load(f"{number}-{block}", (block,)) for block in range(len(hidden))]
+        return tuple(msgspec.structs.replace(order, hides=hides) for order, hides in zip(orders, hidden, strict=True))
+
     with worker_over_a_device() as (worker, _):
-        worker.begin(StepOrders(1, loads=(alone,))).end()
-        worker.begin(StepOrders(2, loads=(msgspec.structs.replace(alone, id="again", request="again"), beside))).end()
-        worker.begin(StepOrders(3, background=(load("later", (2,)),))).end()
-        assert worker.mover.waits == [Waits.ONE, Waits.MANY, Waits.NOBODY]
+        worker.begin(StepOrders(1, loads=of(1, False))).end()
+        worker.begin(StepOrders(2, loads=of(2, True, True))).end()
+        worker.begin(StepOrders(3, loads=of(3, True, False))).end()
+        worker.begin(StepOrders(4, background=of(4, True))).end()
+        assert worker.mover.waits == [Waits.IDLE, Waits.BUSY, Waits.IDLE, Waits.NOBODY]
 
 
 @pytest.mark.parametrize("hidden", range(LAYERS + 1))

@@ -120,13 +120,13 @@ def test_a_table_that_batches_share_needs_its_room_once_and_each_table_of_their_
     lane = mover._arm(Direction.UP).lane
     alike, own = ([pieces_of(*((source + 32 * n, target, 16) for n in range(many)))] for _ in range(2))
     own += [pieces_of(*((source + 32 * n, target, 16) for n in range(many))) for _ in range(3)]
-    assert lane.choice([Series(piece) for piece in alike * 4], Waits.ONE) is Way.STAGED
-    assert lane.choice([Series(piece) for piece in own], Waits.ONE) is Way.ENGINE
+    assert lane.choice([Series(piece) for piece in alike * 4], Waits.IDLE) is Way.STAGED
+    assert lane.choice([Series(piece) for piece in own], Waits.IDLE) is Way.ENGINE
     mover.close(SOON_S)
 
 
-def test_blocks_of_a_common_model_go_by_the_engine_only_to_who_waits_for_them_alone():
-    """A thread that launches a forward waits while copies are handed over, and all who compute in it with that one."""
+def test_blocks_of_a_common_model_go_by_the_engine_only_to_a_forward_that_waits_idly():
+    """A thread that launches a forward waits while copies are handed over: nothing to one that waits anyway."""
     size, count = 1 << 16, 128
     mover = mover_of(HostDevice(), {}, staging=SLOTS * size * 16)
     up, down = (mover._arm(direction).lane for direction in (Direction.UP, Direction.DOWN))

@@ -35,10 +35,10 @@ def test_few_pieces_go_by_the_copy_engine_and_many_of_a_common_model_are_staged(
     assert choice(scattered(1875, 64 * KIB, host_run=1875)) is Way.STAGED
 
 
-def test_what_one_request_alone_waits_for_goes_by_the_copy_engine_where_that_fills_the_link():
-    assert choice(scattered(128, 64 * KIB, host_run=128), alone=True) is Way.ENGINE
-    assert choice(scattered(1875, 64 * KIB, host_run=1875), alone=True) is Way.ENGINE
-    assert choice(scattered(1024, 32 * KIB, host_run=1024), alone=True) is Way.STAGED
+def test_what_a_forward_waits_idly_for_goes_by_the_copy_engine_where_that_fills_the_link():
+    assert choice(scattered(128, 64 * KIB, host_run=128), idle=True) is Way.ENGINE
+    assert choice(scattered(1875, 64 * KIB, host_run=1875), idle=True) is Way.ENGINE
+    assert choice(scattered(1024, 32 * KIB, host_run=1024), idle=True) is Way.STAGED
 
 
 def test_small_pieces_whose_host_side_is_long_are_staged():
@@ -65,14 +65,14 @@ def test_what_is_missing_or_cannot_take_the_pieces_is_never_chosen():
     figures=st.tuples(*[st.floats(0.01, 100.0)] * 4),
     up=st.booleans(),
     staging=st.booleans(),
-    alone=st.booleans(),
+    idle=st.booleans(),
 )
-def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, host_run, figures, up, staging, alone):
+def test_what_surely_goes_by_the_engine_does_wherever_it_lies(blocks, words, host_run, figures, up, staging, idle):
     costs, size = Costs(*figures), 16 * words
     pieces = scattered(blocks, size, host_run=host_run)
-    if surely_engine(pieces.size, costs, alone=alone):
+    if surely_engine(pieces.size, costs, idle=idle):
         runs = SCRIBE.runs(pieces.table, up) if staging else 0
-        assert way_of(pieces.size, costs, kernel=True, runs=runs, alone=alone) is Way.ENGINE
+        assert way_of(pieces.size, costs, kernel=True, runs=runs, idle=idle) is Way.ENGINE
 
 
 def test_blocks_that_lie_together_surely_go_by_the_engine():

@@ -50,11 +50,14 @@ def test_beside_others_a_load_that_hides_behind_its_forward_is_layerwise():
     assert choose(rest=2048, running=32).mode is Mode.LAYERWISE
 
 
-def test_whether_others_compute_in_the_forward_that_waits_is_said():
-    assert choose(rest=2048, running=32).shared
-    assert choose(rest=2048, running=1, use_layerwise=False, exposed_s=1.0).shared
-    assert not choose(rest=2048).shared
-    assert not choose(rest=64, running=32).shared, "that one waits in the background"
+@pytest.mark.parametrize("running", [0, 32])
+def test_whether_a_load_hides_behind_the_forward_that_reads_it_is_said(running):
+    assert choose(rest=2048, running=running).hides
+    assert choose(rest=64, running=running, exposed_s=0.02).hides
+    assert choose(nbytes=BYTES // 8, rest=8, running=running, use_layerwise=False).hides
+    assert not choose(rest=64, running=running).hides
+    assert not choose(rest=2048, running=running, use_layerwise=False).hides, "bulk hides nothing"
+    assert not choose(rest=2048, running=running, estimate=None).hides
 
 
 def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_background():

@@ -23,7 +23,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     id: unique for each attempt (a preempted and resumed request has two). tokens: what was promised.
     window: layers moved together; 0 = all (bulk). hidden_bytes: in the background, the load is said to have come once
     no more than these are left of it and of those before it; the forwards that follow wait for it (`StepOrders.joins`).
-    shared: others compute in the forward that waits for it.
+    hides: the forward that reads it computes for about as long as it and those before it take.
     """
 
     id: str
@@ -32,7 +32,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     pairs: tuple[BlockPairs, ...]
     window: int = 1
     hidden_bytes: int = 0
-    shared: bool = False
+    hides: bool = False
 
     @property
     def blocks(self) -> set[int]:

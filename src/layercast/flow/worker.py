@@ -110,8 +110,7 @@ class Worker:
         for run in joined:
             run.behind = self.mover.whole_steps  # a device has it, in its order
         if loads or joined:  # together, as each layer waits for all of them
-            shared = any(order.shared for order in orders.loads)
-            waits = Waits.MANY if shared else Waits.ONE
+            waits = Waits.BUSY if all(order.hides for order in orders.loads) else Waits.IDLE
             self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)], waits)
         for run, flights in arrivals.items():
             _follow(run, flights)

@@ -61,10 +61,10 @@ class Flight(Protocol):
 class Waits(StrEnum):
     """Who waits for what is loaded."""
 
-    ONE = "one"
-    """A forward for the sake of this alone."""
-    MANY = "many"
-    """A forward that others compute in, who are held up by all that it takes."""
+    IDLE = "idle"
+    """A forward that has nothing else to do for most of the time: what counts is the link."""
+    BUSY = "busy"
+    """A forward that computes meanwhile: what keeps its thread from launching costs more than bytes that come late."""
     NOBODY = "nobody"
     """Nobody yet: it goes in the background."""
 
@@ -85,7 +85,7 @@ class Mover(ABC):
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
-        waits: Waits = Waits.ONE,
+        waits: Waits = Waits.IDLE,
     ) -> Sequence[Flight]:
         """Copy several batches, begun in this order, each behind its own `after`; a flight for each. Returns at once.
 

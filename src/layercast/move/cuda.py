@@ -104,7 +104,7 @@ class CudaMover(Mover):
         *,
         after: Sequence[Sequence[Flight]] = (),
         keep: Sequence[object] = (),
-        waits: Waits = Waits.ONE,
+        waits: Waits = Waits.IDLE,
         flags: Sequence[int] = (),
         behind: Sequence[int] = (),
     ) -> list[CudaFlight]:

@@ -108,14 +108,14 @@ class Lane:
     def choice(self, batches: Sequence[Series], waits: Waits) -> Way:
         """How these are to move; the first pieces of the first that has any stand for all."""
         kernel = self.kernel if self.tables else None
-        alone = self.direction is Direction.UP and waits is Waits.ONE
+        idle = self.direction is Direction.UP and waits is Waits.IDLE
         first_of = next((batch for batch in batches if len(batch.pieces)), None)
         if kernel is None or first_of is None:
             return Way.ENGINE
         look, seen = kernel.scribe.look, {id(first_of.pieces.table)}
         nbytes, copies, longest, fine = look(first_of.pieces.table, first_of.shifts)
         size = nbytes, copies
-        if surely_engine(size, self.costs, alone=alone):
+        if surely_engine(size, self.costs, idle=idle):
             return Way.ENGINE
         for batch in batches:
             table = batch.pieces.table
@@ -129,8 +129,8 @@ class Lane:
             sample = first_of.pieces.table[:, :SAMPLE]
             nbytes, copies, *_ = look(sample, first_of.shifts)
             runs = kernel.scribe.runs(sample, self.direction is Direction.UP)
-            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, alone=alone)
-        return way_of(size, self.costs, kernel=True, alone=alone)
+            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, idle=idle)
+        return way_of(size, self.costs, kernel=True, idle=idle)
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""

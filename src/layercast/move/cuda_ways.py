@@ -13,14 +13,13 @@ from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 COPY_US, LAUNCH_US = 0.3, 10.0
-"""What a copy costs beside its time on the device, unless one request alone waits for it, and a staged batch.
+"""What a copy costs beside its time on the device, unless a forward waits idly for it, and a staged batch.
 
-To hand a copy over keeps the driver to itself for 0.9 us, and a thread that launches a forward waits for the call under
-way, 128 copies: on an H200 a launch took 81 us while 16,384 copies of 64 KiB were handed over, else 7. What is staged is
-handed over in 2,000 calls of nothing but launches and long copies, but its kernels make a forward 3 to 10 % slower. Of
-8,192 tokens in scattered blocks, a hit of 512 tokens beside 32 that decode came after 33 ms staged and 43 by the engine
-(the longest step 44 and 65 ms), alone after 27 and 25; saves beside matrix products kept 0.91 of a contiguous copy's
-rate staged, 0.84 by the engine."""
+To hand a copy over keeps the driver to itself for 0.9 us, and a thread that launches waits for the call under way, 128
+copies: on an H200 a launch took 81 us beside 16,384 copies of 64 KiB, else 7. What is staged goes in few calls, and makes
+a forward 3 to 10 % slower. Hits of scattered blocks in vLLM, staged and by the engine (floor): 2,048+256
+tokens 17.9 and 19.7 ms (16.7), 8,192+512 28.6 and 31.0 (25.5), beside 32 that decode 33 and 43, 30,000+1,024 89 and 84
+(71). Saves beside matrix products kept 0.91 of a contiguous copy's rate staged, 0.84 by the engine."""
 SHARE, EDGE = 1.05, 1.25
 """What staging counts for of its time, and the kernel over a link: their programs take the model's place on the device.
 From an H200 such a kernel made matrix products 30 % slower, what is staged 2 % more than a contiguous copy did, and to
@@ -80,7 +79,7 @@ def stretches(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(breaks)])
 
 
-def surely_engine(size: tuple[int, int], costs: Costs, *, alone: bool = False) -> bool:
+def surely_engine(size: tuple[int, int], costs: Costs, *, idle: bool = False) -> bool:
     """Whether `way_of` will say so of pieces of that size wherever they lie: to see that takes microseconds, a look at
     where all rows lie tens.
 
@@ -90,24 +89,24 @@ def surely_engine(size: tuple[int, int], costs: Costs, *, alone: bool = False) -
         return costs.forced is Way.ENGINE
     nbytes, count = size
     staged, kernel = SHARE * (nbytes / costs.gbps / 1e3) + LAUNCH_US, EDGE * (nbytes / costs.kernel_gbps / 1e3)
-    return _engine_us(nbytes, count, costs, alone) <= min(staged, kernel)
+    return _engine_us(nbytes, count, costs, idle) <= min(staged, kernel)
 
 
-def _engine_us(nbytes: int, count: int, costs: Costs, alone: bool) -> float:
+def _engine_us(nbytes: int, count: int, costs: Costs, idle: bool) -> float:
     """What the copy engine takes, and costs beside."""
-    return max(nbytes / costs.gbps / 1e3, count * costs.piece_us) + count * _copy_us(alone)
+    return max(nbytes / costs.gbps / 1e3, count * costs.piece_us) + count * _copy_us(idle)
 
 
-def _copy_us(alone: bool) -> float:
+def _copy_us(idle: bool) -> float:
     """What a copy costs beside its time."""
-    return 0.0 if alone else COPY_US
+    return 0.0 if idle else COPY_US
 
 
-def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0, alone: bool = False) -> Way:
+def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0, idle: bool = False) -> Way:
     """The way expected to cost least time.
 
     size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
-    that they make in host memory; 0 = they can't be staged. alone: one request waits for them, and nobody beside it.
+    that they make in host memory; 0 = they can't be staged. idle: a forward waits for them and does little else.
     """
     nbytes, count = size
     if count < 2 or not kernel:
@@ -115,9 +114,9 @@ def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0, 
     if costs.forced is not None:
         return Way.ENGINE if costs.forced is Way.STAGED and not runs else costs.forced
     link_us, row_us = nbytes / costs.gbps / 1e3, count * costs.row_us
-    took = {Way.ENGINE: _engine_us(nbytes, count, costs, alone)}
+    took = {Way.ENGINE: _engine_us(nbytes, count, costs, idle)}
     if runs:
         staged_us = SHARE * max(link_us, row_us, runs * costs.piece_us)
-        took[Way.STAGED] = staged_us + runs * _copy_us(alone) + LAUNCH_US
+        took[Way.STAGED] = staged_us + runs * _copy_us(idle) + LAUNCH_US
     took[Way.KERNEL] = EDGE * max(nbytes / costs.kernel_gbps / 1e3, row_us)
     return min(took, key=lambda way: took[way])

@@ -46,7 +46,7 @@ class Troubles:
         mover = issuer._mover
 
         class Stalling:
-            def submit_all(self, batches, *, after, keep=(), waits=Waits.ONE):
+            def submit_all(self, batches, *, after, keep=(), waits=Waits.IDLE):
                 behind = list(after)
                 for nth, batch in enumerate(batches):
                     seen.append(batch)
