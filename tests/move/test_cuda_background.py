@@ -49,10 +49,11 @@ class Loads:
         return all(self.memory.read(target, len(data)) == data for target, data in self.due)
 
 
-def test_what_a_forward_waits_for_has_landed_long_before_the_background_it_came_behind(device, mover):
+@pytest.mark.parametrize("waits", [Waits.IDLE, Waits.BUSY])
+def test_what_a_forward_waits_for_has_landed_long_before_the_background_it_came_behind(device, mover, waits):
     loads = Loads(device)
     (slow,) = mover.submit_all([loads.of(BLOCKS)], waits=Waits.NOBODY)
-    (quick,) = mover.submit_all([loads.of(8)])
+    (quick,) = mover.submit_all([loads.of(8)], waits=waits)
     quick.wait(SOON_S)
     assert not slow.done
     target, data = loads.due[0]

@@ -137,6 +137,42 @@ def test_blocks_of_a_common_model_go_by_the_engine_only_to_a_forward_that_waits_
     mover.close(SOON_S)
 
 
+@pytest.mark.parametrize(
+    ("row_us", "kernel_gbps", "slot", "way"), [(1.0, 16.0, 1 << 20, Way.STAGED), (0.9, 100.0, 1 << 12, Way.KERNEL)]
+)
+def test_blocks_whose_places_have_to_be_looked_at_go_so_too(row_us, kernel_gbps, slot, way):
+    size, count = 1 << 15, 128
+    mover = mover_of(HostDevice(), {Direction.UP: Costs(50.0, 1.0, row_us, kernel_gbps)}, staging=SLOTS * slot)
+    blocks = [Series(pieces_of(*((size * n, (1 << 40) + 2 * size * n, size) for n in range(count))))]
+    assert [mover._arm(Direction.UP).lane.choice(blocks, waits) for waits in Waits] == [Way.ENGINE, way, way]
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("waits", Waits)
+@pytest.mark.parametrize("beside", ["nothing", "one that can't be staged", "one that waits for another"])
+def test_who_waits_is_told_to_all_that_choose_a_way(device, waits, beside):
+    size, count = 1 << 16, 128
+    memory, mover = DeviceMemory(device, (HOST, DEVICE)), mover_of(device, {}, staging=SLOTS * size * 16)
+    source, target = memory.alloc(size * count), memory.alloc(2 * size * count)
+    odd_source, odd_target = memory.alloc(16), memory.alloc(16)
+    data, odd, other, begun = os.urandom(size * count), os.urandom(7), HostFlight(), len(device.log)
+    memory.write(source, data)
+    memory.write(odd_source, odd)
+    lists = [pieces_of(*((source + size * n, target + 2 * size * n, size) for n in range(count)))]
+    if beside != "nothing":
+        lists.append(pieces_of((odd_source, odd_target, 7)))
+    after = [[other] if beside == "one that waits for another" and nth else [] for nth in range(len(lists))]
+    flights = mover.submit_all(lists, after=after, waits=waits)
+    other.land()
+    for flight in flights:
+        flight.wait(SOON_S)
+    moved = memory.read(target, 2 * size * count)
+    assert b"".join(moved[2 * size * n :][:size] for n in range(count)) == data
+    assert beside == "nothing" or memory.read(odd_target, 7) == odd
+    assert any(call[0] == "launch" for call in device.log[begun:]) == (waits is not Waits.IDLE)
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("costs", [{}, STAGED, KERNELS])
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
 @pytest.mark.parametrize("ordered", [False, True])

@@ -41,6 +41,12 @@ def test_what_a_forward_waits_idly_for_goes_by_the_copy_engine_where_that_fills_
     assert choice(scattered(1024, 32 * KIB, host_run=1024), idle=True) is Way.STAGED
 
 
+def test_to_a_forward_that_waits_idly_long_copies_cost_no_more_than_their_time_either():
+    size = 1024 * 32 * KIB, 1024
+    assert way_of(size, COSTS, kernel=True, runs=820, idle=True) is Way.STAGED
+    assert way_of(size, COSTS, kernel=True, runs=1000, idle=True) is Way.ENGINE
+
+
 def test_small_pieces_whose_host_side_is_long_are_staged():
     assert choice(scattered(1024, 32 * KIB, host_run=64)) is Way.STAGED
     assert choice(scattered(4096, 4 * KIB, host_run=64)) is Way.STAGED

@@ -60,6 +60,15 @@ def test_whether_a_load_hides_behind_the_forward_that_reads_it_is_said(running):
     assert not choose(rest=2048, running=running, estimate=None).hides
 
 
+@pytest.mark.parametrize("running", [0, 6])
+def test_what_else_the_coming_forward_loads_and_computes_and_when_it_begins_says_whether_a_load_hides(running):
+    assert not choose(rest=128, company=Company(running)).hides
+    assert choose(rest=128, company=Company(running, ahead_s=0.006)).hides
+    assert choose(rest=128, company=Company(running, tokens=512)).hides
+    assert choose(rest=512, company=Company(running)).hides
+    assert not choose(rest=512, company=Company(running, nbytes=BYTES)).hides
+
+
 def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_background():
     decision = choose(rest=64, running=32)
     assert decision.mode is Mode.BACKGROUND_LAYERWISE
