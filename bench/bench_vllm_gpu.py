@@ -186,8 +186,9 @@ def on_core(engine, number):
 def turns(engines, rounds):
     """(round, engine), engine after engine on one core, in the same order in every round.
 
-    None follows itself: replays of a graph take one of a few speeds, up to 4 % apart, by which kernels a process ran
-    before, until another process has the device. Plain torch does, too: see "speeds of a graph" in gpu_h200.json.
+    None follows itself, but one that moves in several ways (see `by_ways`): replays of a graph take one of a few
+    speeds, up to 4 % apart, by which kernels a process ran before, until another process has the device. Plain torch
+    does, too: see "speeds of a graph" in gpu_h200.json.
     """
     for number in range(rounds):
         for engine in engines:
@@ -291,9 +292,13 @@ def alone(engine, args, results):
             results.put("hooks", f"{name} decode {batch}", engine("decode_hooks", batch=batch, steps=100))
 
 
-def by_ways(engine, ways):
-    """What an engine's results go by, layercast's while it moves by each of the ways that are asked for."""
-    for way in (ways or ["measured"]) if engine.ours else ():
+def by_ways(engine, ways, number=0):
+    """What an engine's results go by, layercast's while it moves by each of the ways that are asked for.
+
+    number: of the round: each round begins with another way.
+    """
+    first = number % len(ways) if ways else 0
+    for way in (ways[first:] + ways[:first] or ["measured"]) if engine.ours else ():
         engine("way", way=way)
         yield engine.name if way == "measured" else f"{engine.name} {way}"
     if engine.ours:
@@ -306,8 +311,8 @@ def hits(engines, args, results):
     """Hits of each shape, all engines and ways in turn, so that the host's good and bad moments are everybody's."""
     for shape in args.shapes:
         rounds, moved = {}, {}
-        for _, engine in turns(engines, args.reps // 3):
-            for name in by_ways(engine, args.ways):
+        for number, engine in turns(engines, args.reps // 3):
+            for name in by_ways(engine, args.ways, number):
                 wishes = {"load": True} if engine.ours else None
                 rounds.setdefault(name, []).append(engine("hits", wishes=wishes, **order_of(shape, 3)))
                 if engine.ours:
@@ -332,8 +337,8 @@ def mixed(engines, args, results):
     """Decodes beside hits, the engines in turn; layercast's by each of the ways that are asked for."""
     order = {"running": 32, "prefix": 8192, "new": 512, "count": 10, "every_s": 1.0}
     rounds = {}
-    for _, engine in turns(engines, 2):
-        for name in by_ways(engine, args.ways):
+    for number, engine in turns(engines, 2):
+        for name in by_ways(engine, args.ways, number):
             found, moved = rounds.setdefault(name, ([], []))
             found.append(engine("mixed", **order))
             moved += engine("loads", count=order["count"])["pieces"] if engine.ours else []
@@ -430,7 +435,7 @@ def main():
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
     parser.add_argument(
-        "--ways", nargs="*", default=[], help="measured, engine, staged, staged8: hits and mixed load by these in turn"
+        "--ways", nargs="*", default=[], help="measured, engine, staged, staged8: gates, hits, mixed load by these in turn"
     )
     parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, three a round")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])

@@ -290,7 +290,7 @@ class Ours:
                 number[0] += 1
                 if number[0] > 1:
                     return mover.submit_all(batches, after=after, keep=keep, waits=waits)
-                flights = list(mover.submit_all(batches[:-1], after=after[:-1], keep=keep))
+                flights = list(mover.submit_all(batches[:-1], after=after[:-1], keep=keep, waits=waits))
                 lost = Landing()
                 lost.fail(Missing("a copy that was never made"))
                 return [*flights, lost]

@@ -200,11 +200,11 @@ def test_a_device_is_told_who_waits_for_a_load():
         worker.begin(StepOrders(1, loads=of(1, False))).end()
         worker.begin(StepOrders(2, loads=of(2, True, True))).end()
         worker.begin(StepOrders(3, loads=of(3, True, False))).end()
-        worker.begin(StepOrders(4, loads=of(4, False, True))).end()
+        worker.begin(StepOrders(4, loads=of(4, False, True))).end()  # together both hide
         worker.begin(StepOrders(5, background=of(5, True))).end()
         worker.begin(StepOrders(6, loads=of(6, True), background=of(7, False))).end()
         idle, busy, nobody = Waits
-        assert worker.mover.waits == [idle, busy, idle, idle, nobody, busy, nobody]
+        assert worker.mover.waits == [idle, busy, idle, busy, nobody, busy, nobody]
 
 
 @pytest.mark.parametrize("hidden", range(LAYERS + 1))

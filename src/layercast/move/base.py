@@ -62,7 +62,7 @@ class Waits(StrEnum):
     """Who waits for what is loaded."""
 
     IDLE = "idle"
-    """A forward that has nothing else to do for most of the time: what counts is the link."""
+    """A forward that the link holds up: what counts is how soon the bytes are there."""
     BUSY = "busy"
     """A forward that computes meanwhile: what keeps its thread from launching costs more than bytes that come late."""
     NOBODY = "nobody"
@@ -91,7 +91,8 @@ class Mover(ABC):
 
         None may touch memory that another of them writes, as they may overlap; submissions do not. Of series the parts
         go by their turns. waits: where nobody does, what is submitted later may go first, and may touch nothing that
-        these do. What can't be submitted is a failed flight, and the others move all the same.
+        these do; else a device may choose by it how loads go. What can't be submitted is a failed flight, and the
+        others move all the same.
         """
         return [
             self._submitted(pieces, behind, keep)
