@@ -435,7 +435,10 @@ def main():
     parser.add_argument("--firsts", nargs="*", type=int, default=[2048, 8192, 30000])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 8, 256])
     parser.add_argument(
-        "--ways", nargs="*", default=[], help="measured, engine, staged, staged8: gates, hits, mixed load by these in turn"
+        "--ways",
+        nargs="*",
+        default=[],
+        help="measured, engine, staged, staged8: gates, hits, mixed load by these in turn",
     )
     parser.add_argument("--reps", type=int, default=9, help="hits counted of each kind, three a round")
     parser.add_argument("--rates", nargs="*", type=lambda text: tuple(map(float, text.split(":"))), default=[(0.0, 1)])
