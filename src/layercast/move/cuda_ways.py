@@ -13,7 +13,7 @@ from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 COPY_US, LAUNCH_US = 0.3, 10.0
-"""What a copy costs beside its time on the device, unless a forward waits idly for it, and a staged batch.
+"""What a copy costs beside its time on the device, unless it holds a forward up, and a staged batch.
 
 To hand a copy over keeps the driver to itself for 0.9 us, of which others lose a part: a thread that launches waits
 for the call under way, 128 copies. On an H200 a launch took 81 us beside 16,384 copies of 64 KiB, else 7. What is
@@ -107,7 +107,7 @@ def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0, 
     """The way expected to cost least time.
 
     size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
-    that they make in host memory; 0 = they can't be staged. idle: a forward waits for them and does little else.
+    that they make in host memory; 0 = they can't be staged. idle: they hold a forward up (`Waits.IDLE`).
     """
     nbytes, count = size
     if count < 2 or not kernel:
