@@ -251,7 +251,7 @@ def hits_of(rounds):
     found = joined(rounds)
     facts = {kind: spread(found[kind]) for kind in ("cold", "hit", "in_gpu") if found[kind]}
     facts["cached"] = sorted(set(map(tuple, found["cached"])))
-    facts |= {kind: found[kind] for kind in ("stages", "stages_in_gpu", "spent") if kind in found}
+    facts |= {kind: found[kind] for kind in ("stages", "stages_in_gpu", "spent", "load_ms", "pieces") if kind in found}
     return {**facts, "missed": found["missed"]} if found["missed"] else facts
 
 
@@ -270,7 +270,7 @@ def mixed_of(rounds):
         "steps": len(gaps),
         "ttft": spread(found["ttft"]),
         "cached": sorted(set(found["cached"])),
-        **({"how": found["how"]} if "how" in found else {}),
+        **{kind: found[kind] for kind in ("how", "pieces") if kind in found},
     }
 
 
@@ -297,28 +297,37 @@ def by_ways(engine, ways, number=0):
 
     number: of the round: each round begins with another way.
     """
-    first = number % len(ways) if ways else 0
-    for way in (ways[first:] + ways[:first] or ["measured"]) if engine.ours else ():
+    if not (engine.ours and ways):
+        yield engine.name
+        return
+    for way in rotated(ways, number):
         engine("way", way=way)
         yield engine.name if way == "measured" else f"{engine.name} {way}"
-    if engine.ours:
-        engine("way", way="measured")
-    else:
-        yield engine.name
+    engine("way", way="measured")
+
+
+def rotated(items, number):
+    """The same in the same order, of which the one of that number, counted over and over, is now the first."""
+    first = number % len(items)
+    return items[first:] + items[:first]
+
+
+def loads_of(engine, count):
+    """What layercast's own says of its last loads; nothing of another."""
+    return engine("loads", count=count) if engine.ours else {}
 
 
 def hits(engines, args, results):
     """Hits of each shape, all engines and ways in turn, so that the host's good and bad moments are everybody's."""
     for shape in args.shapes:
-        rounds, moved = {}, {}
+        rounds = {}
         for number, engine in turns(engines, args.reps // 3):
             for name in by_ways(engine, args.ways, number):
                 wishes = {"load": True} if engine.ours else None
-                rounds.setdefault(name, []).append(engine("hits", wishes=wishes, **order_of(shape, 3)))
-                if engine.ours:
-                    moved.setdefault(name, []).append(engine("loads", count=3))
+                found = engine("hits", wishes=wishes, **order_of(shape, 3))
+                rounds.setdefault(name, []).append(found | loads_of(engine, 3))
         for name, found in rounds.items():
-            results.put("hits", f"{name} {shape}", hits_of(found) | (joined(moved[name]) if name in moved else {}))
+            results.put("hits", f"{name} {shape}", hits_of(found))
         for engine in engines:
             if engine.ours and (troubles := engine("troubles")):
                 results.put("troubles", f"{engine.name} {shape}", troubles)
@@ -339,11 +348,10 @@ def mixed(engines, args, results):
     rounds = {}
     for number, engine in turns(engines, 2):
         for name in by_ways(engine, args.ways, number):
-            found, moved = rounds.setdefault(name, ([], []))
-            found.append(engine("mixed", **order))
-            moved += engine("loads", count=order["count"])["pieces"] if engine.ours else []
-    for name, (found, moved) in rounds.items():
-        results.put("mixed", name, mixed_of(found) | ({"pieces": moved} if moved else {}))
+            found = engine("mixed", **order)
+            rounds.setdefault(name, []).append(found | loads_of(engine, order["count"]))
+    for name, found in rounds.items():
+        results.put("mixed", name, mixed_of(found))
     for engine in engines:
         if engine.ours:
             results.put("troubles", f"{engine.name} mixed", engine("troubles"))
@@ -355,8 +363,7 @@ def arrivals(engines, args, results):
     for engine in engines:
         engine(**order, rate=args.rates[0][0], seed=0)
     for nth, (rate, seed) in enumerate(args.rates):
-        first = nth % len(engines)
-        for engine in engines[first:] + engines[:first]:
+        for engine in rotated(engines, nth):
             if not results.over:
                 with on_core(engine, nth):
                     found = engine(**order, rate=rate, seed=int(seed))
