@@ -15,7 +15,7 @@ from layercast.move.cuda_stage import LEAD, SLOTS, Slots
 from layercast.move.kernels.pieces import PARAMETERS
 from layercast.testing.move_laws import pieces_of
 
-COPY, TURNS, COUNTS = 50, (51, 52), 53
+COPY, LAUNCH = 50, 51
 EVENTS = range(1, 1 + 2 * SLOTS)
 FAR = 1 << 20
 """Bytes from one part's memory to the next one's, on paper."""
@@ -63,7 +63,7 @@ def orders_of(seen):
 def test_a_slot_is_emptied_behind_what_fills_it_filled_behind_what_emptied_it_and_counted_behind_all_its_batch(
     device, up, rows, failed, refused
 ):
-    slots, program, errors = Slots(FAR, FAR, COPY, TURNS, COUNTS, EVENTS), Program(), np.zeros(14, np.int64)
+    slots, program, errors = Slots(FAR, FAR, COPY, LAUNCH, EVENTS), Program(), np.zeros(14, np.int64)
     errors[[*failed]] = [*failed.values()]
     tally, uses, nth = np.zeros(TALLY_BYTES // 8, np.int64), [], 0
     tally[BELL // 8] = -1
@@ -107,7 +107,7 @@ def test_a_slot_is_emptied_behind_what_fills_it_filled_behind_what_emptied_it_an
 
 @pytest.mark.parametrize("up", [True, False])
 def test_from_a_device_launches_are_ahead_of_copies_and_to_it_each_follows_its_own(device, up):
-    slots, program, count = Slots(FAR, FAR, COPY, TURNS, COUNTS, EVENTS), Program(), 3 * SLOTS
+    slots, program, count = Slots(FAR, FAR, COPY, LAUNCH, EVENTS), Program(), 3 * SLOTS
     values, tally = np.zeros((count, PARAMETERS), np.int64), np.zeros(TALLY_BYTES // 8, np.int64)
     values[:, 0], tally[BELL // 8] = np.arange(count), -1
     about = np.array([up, 77, 5, 256, 64, slots.address, 1, 1, *program.columns(pieces_of((0, 0, 16)))])
@@ -120,4 +120,5 @@ def test_from_a_device_launches_are_ahead_of_copies_and_to_it_each_follows_its_o
     order = [what for what, _ in orders_of(device.seen) if what[0] != "count"]
     ahead = [order.index(("copy", nth)) - order.index(("launch", nth)) for nth in range(SLOTS, 2 * SLOTS)]
     assert ahead == [-1 if up else 2 * LEAD + 1] * SLOTS
-    assert [row[9] for row in device.seen if row[0] == "launch"] == [TURNS[nth % 2] for nth in range(count)]
+    assert {row[9] for row in device.seen if row[0] == "launch"} == {LAUNCH}
+    assert {row[2] for row in device.seen if row[0] == "count"} == {LAUNCH if up else COPY}

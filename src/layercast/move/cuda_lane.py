@@ -85,7 +85,7 @@ class Lane:
 
     def close(self) -> None:
         """Give everything back; nothing may be in flight."""
-        for stream in self._own_streams:
+        for stream in self._relay.streams:
             self.driver.drop_stream(stream)
         staging, self.staging = self.staging, Staging()
         for tables in self.tables.close(0.0):
@@ -152,7 +152,8 @@ class Lane:
         program.wait(first if self._scatters(way) else self._last(way), self._tail)
         if program.tables is not None:
             program.copies_of(*program.tables.upload, first, batched=Batched.NO)
-            self._hand_over(program, first, *others)  # what counts waits too, lest it run ahead of what isn't launched
+            if others:  # what counts waits too, lest it run ahead of what isn't launched
+                self._hand_over(program, first, *others)
         program.pace = self.tally.pace  # the upload keeps none, as marks ascend on one stream alone
 
     def wait(self, program: Program, way: Way, flight: Flight) -> None:
@@ -201,7 +202,7 @@ class Lane:
         held: tables of programs of which it is not known how much the device has been handed.
         """
         self._wait_for(self._tail)
-        for stream in self._own_streams[1:]:
+        for stream in self._relay.streams[1:]:
             self.driver.record(self._tail, stream)
             self._wait_for(self._tail)
         for tables in held:
@@ -265,15 +266,10 @@ class Lane:
             tables.parts[id(pieces.table)] = parts
         return parts
 
-    @property
-    def _own_streams(self) -> tuple[int, ...]:
-        """All streams that there are by now, first that which copies."""
-        return *self._relay.streams, *(self.staging.slots.turns[1:] if self.staging.slots else ())
-
     def _streams(self, way: Way) -> tuple[int, ...]:
         """The streams that read this way's tables, or that count behind these: the first takes the tables up."""
-        if way is Way.STAGED and self.staging.slots:
-            return *self.staging.slots.turns, *([self.staging.slots.counts] if self._scatters(way) else [])
+        if way is Way.STAGED:
+            return self._relay.turns[1:]
         return self._relay.streams if way is Way.KERNEL else (self.copy,)
 
     def _all_of(self, way: Way) -> tuple[int, ...]:
@@ -286,7 +282,7 @@ class Lane:
 
     def _last(self, way: Way) -> int:
         """The stream behind which a way's batches are complete, and that counts them."""
-        return self._relay.behind if self._scatters(way) else self.copy
+        return self._streams(way)[-1] if self._scatters(way) else self.copy
 
     def _wait_for(self, event: int) -> None:
         """What copies goes on after an event, at once."""
@@ -310,9 +306,8 @@ class Lane:
         base = self._take("device", SLOTS * nbytes)
         self.staging.slot_bytes = nbytes if base else 0
         if base:
-            turns = self._relay.turns[1], self.driver.stream(urgent=True)
             events = [self.driver.event() for _ in range(2 * SLOTS)]
-            self.staging.slots = Slots(base, nbytes, self.copy, turns, self._relay.behind, events)
+            self.staging.slots = Slots(base, nbytes, self.copy, self._relay.turns[1], events)
 
     def _take(self, kind: str, nbytes: int) -> int:
         """An address of new memory, or 0 where there is no more."""

@@ -145,8 +145,8 @@ def staging(
     """(a row that stages, work, errors, first): slots are filled, and emptied behind that.
 
     Up, a long copy fills a slot and a launch empties it; down, a launch fills it and a long copy empties it, and
-    launches are LEAD slots ahead: where a device is busy one takes as long as a copy. Launches take turns on two
-    streams. A batch is counted behind all its parts.
+    launches are LEAD slots ahead: where a device is busy one takes as long as a copy. All launches go by one stream,
+    and what empties counts: every other stream with work of the cores' slows down a forward beside it.
     """
     fetch, step, (recorded, awaited) = calls.fetch, LAUNCH_BYTES, order
     slots, some, head, most = SLOTS, ABOUT, HEAD, LEAD
@@ -166,7 +166,7 @@ def staging(
                     continue
                 whose = row[10] + nth // parts if row[10] >= 0 else row[10]
                 copies, at = up != (empties == 1), head + 2 * ((slot + nth) % slots)
-                stream = words[0] if copies else words[1 + nth % 2]
+                stream = words[0] if copies else words[1]
                 code = awaited(stream, words[at + 1 - empties])
                 if code == 0 and code_of(errors, whose) == 0:
                     if copies:
@@ -175,12 +175,9 @@ def staging(
                     else:
                         code = launched(function, grid, threads, shared, stream, parameters + step * nth)
                 refused = recorded(words[at + empties], stream)
-                counts = words[3] if up else stream
-                if refused == 0 and up and empties == 1:
-                    refused = awaited(counts, words[at + 1])
                 if code == 0:
                     code = refused
                 last = empties == 1 and nth % parts == parts - 1
-                ended(code, counts, tally if last else 0, first + number + nth // parts, errors, whose)
+                ended(code, stream, tally if last else 0, first + number + nth // parts, errors, whose)
 
     return run
