@@ -287,16 +287,6 @@ def test_a_save_that_failed_on_one_rank_is_never_visible():
     side.directory.check()
 
 
-@pytest.mark.parametrize("hides", [False, True])
-def test_an_order_says_whether_it_hides_behind_the_forward_that_reads_it(hides):
-    side = side_of(16)
-    store(side)
-    match = side.match(TOKENS)
-    order = side.load_order("warm", replace(match, decision=replace(match.decision, hides=hides)), [TABLE])
-    assert order.hides is hides
-    side.settle(loaded(order), 0)
-
-
 def test_a_lease_lasts_until_the_load_has_ended_on_every_rank():
     side = side_of(16, 16)
     store(side)

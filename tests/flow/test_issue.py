@@ -77,7 +77,7 @@ def test_in_the_background_a_device_is_handed_load_by_load_and_told_that_they_st
         issuer.add_loads(batches(run, 8, 32 * MIB, f"load-{nth}"), waits=Waits.NOBODY)
     issuer.add_loads(batches(runs[0], 4, MIB, "another"))
     assert [len(wave) for wave in device.waves] == [8, 8, 8, 4]
-    assert device.waits == [Waits.NOBODY] * 3 + [Waits.IDLE]
+    assert device.waits == [Waits.NOBODY] * 3 + [Waits.BUSY]
     for nth, run in enumerate(runs):
         assert [len(run.over) for run in runs] == [8] * nth + [0] * (3 - nth)
         device.end_first()

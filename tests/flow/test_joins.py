@@ -192,19 +192,11 @@ def worker_over_a_device():
 
 
 def test_a_device_is_told_who_waits_for_a_load():
-    def of(number, *hidden):
-        orders = [load(f"{number}-{block}", (block,)) for block in range(len(hidden))]
-        return tuple(msgspec.structs.replace(order, hides=hides) for order, hides in zip(orders, hidden, strict=True))
-
     with worker_over_a_device() as (worker, _):
-        worker.begin(StepOrders(1, loads=of(1, False))).end()
-        worker.begin(StepOrders(2, loads=of(2, True, True))).end()
-        worker.begin(StepOrders(3, loads=of(3, True, False))).end()
-        worker.begin(StepOrders(4, loads=of(4, False, True))).end()  # together both hide
-        worker.begin(StepOrders(5, background=of(5, True))).end()
-        worker.begin(StepOrders(6, loads=of(6, True), background=of(7, False))).end()
-        idle, busy, nobody = Waits
-        assert worker.mover.waits == [idle, busy, idle, busy, nobody, busy, nobody]
+        worker.begin(StepOrders(1, loads=(load("alone", (0,)),))).end()
+        worker.begin(StepOrders(2, background=(load("later", (1,)),))).end()
+        worker.begin(StepOrders(3, loads=(load("now", (0,)),), background=(load("too", (1,)),))).end()
+        assert worker.mover.waits == [Waits.BUSY, Waits.NOBODY, Waits.BUSY, Waits.NOBODY]
 
 
 @pytest.mark.parametrize("hidden", range(LAYERS + 1))

@@ -50,23 +50,12 @@ def test_beside_others_a_load_that_hides_behind_its_forward_is_layerwise():
     assert choose(rest=2048, running=32).mode is Mode.LAYERWISE
 
 
-@pytest.mark.parametrize("running", [0, 32])
-def test_whether_a_load_hides_behind_the_forward_that_reads_it_is_said(running):
-    assert choose(rest=2048, running=running).hides
-    assert choose(rest=64, running=running, exposed_s=0.02).hides
-    assert choose(nbytes=BYTES // 8, rest=8, running=running, use_layerwise=False).hides
-    assert not choose(rest=64, running=running).hides
-    assert not choose(rest=2048, running=running, use_layerwise=False).hides, "bulk hides nothing"
-    assert not choose(rest=2048, running=running, estimate=None).hides
-
-
-@pytest.mark.parametrize("running", [0, 6])
-def test_what_else_the_coming_forward_loads_and_computes_and_when_it_begins_says_whether_a_load_hides(running):
-    assert not choose(rest=128, company=Company(running)).hides
-    assert choose(rest=128, company=Company(running, ahead_s=0.006)).hides
-    assert choose(rest=128, company=Company(running, tokens=512)).hides
-    assert choose(rest=512, company=Company(running)).hides
-    assert not choose(rest=512, company=Company(running, nbytes=BYTES)).hides
+def test_what_else_the_coming_forward_loads_and_computes_and_when_it_begins_says_whether_a_load_hides():
+    assert choose(rest=128, company=Company(6)).parked
+    assert not choose(rest=128, company=Company(6, ahead_s=0.006)).parked
+    assert not choose(rest=128, company=Company(6, tokens=512)).parked
+    assert not choose(rest=512, company=Company(6)).parked
+    assert choose(rest=512, company=Company(6, nbytes=BYTES)).parked
 
 
 def test_beside_others_a_load_that_would_hold_them_up_goes_first_to_the_background():

@@ -223,7 +223,7 @@ class SchedulerSide:
         pairs = tuple([BlockPairs(group, slots, blocks[group]) for group, slots in enumerate(lease.slots) if slots])
         how = match.decision
         name = f"load-{next(self._numbers)}"
-        order = LoadOrder(name, request, match.tokens, pairs, how.window, how.hidden_bytes, how.hides)
+        order = LoadOrder(name, request, match.tokens, pairs, how.window, how.hidden_bytes)
         self._loading[order.id] = _Load(lease, wanted, self.directory.ranks)
         return order
 

@@ -101,7 +101,7 @@ class Issuer:
         self._pumping = False
         self.peak_in_flight = 0
 
-    def add_loads(self, batches: Iterable[Batch], waits: Waits = Waits.IDLE) -> None:
+    def add_loads(self, batches: Iterable[Batch], waits: Waits = Waits.BUSY) -> None:
         """Queue batches that a layer waits for, or (those of one load) that a request waits for in the background.
 
         There a load goes after those before it: were they to take turns, all would come as late as the last.
@@ -166,14 +166,14 @@ class Issuer:
         while batches := self._next():
             self._submit(batches)
 
-    def _hand_over(self, batches: Sequence[Batch], waits: Waits = Waits.IDLE) -> None:
+    def _hand_over(self, batches: Sequence[Batch], waits: Waits = Waits.BUSY) -> None:
         """Submit all of it, whatever else is in flight."""
         if batches:
             with self._lock:
                 self._in_flight += len(batches)
             self._submit(batches, waits)
 
-    def _submit(self, batches: Sequence[Batch], waits: Waits = Waits.IDLE) -> None:
+    def _submit(self, batches: Sequence[Batch], waits: Waits = Waits.BUSY) -> None:
         pieces, after = [batch.pieces for batch in batches], [batch.after for batch in batches]
         flights: Sequence[Flight]
         since_s = time.monotonic()  # whoever submits may be held up while a device copies already

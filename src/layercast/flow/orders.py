@@ -23,8 +23,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
     id: unique for each attempt (a preempted and resumed request has two). tokens: what was promised.
     window: layers moved together; 0 = all (bulk). hidden_bytes: in the background, the load is said to have come once
     no more than these are left of it and of those before it; the forwards that follow wait for it (`StepOrders.joins`).
-    hides: the forward that reads it is expected to wait for it, and for those before it, no longer than
-    `layerwise_exposed_ms`.
     """
 
     id: str
@@ -33,7 +31,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
     pairs: tuple[BlockPairs, ...]
     window: int = 1
     hidden_bytes: int = 0
-    hides: bool = False
 
     @property
     def blocks(self) -> set[int]:

@@ -110,9 +110,7 @@ class Worker:
         for run in joined:
             run.behind = self.mover.whole_steps  # a device has it, in its order
         if loads or joined:  # together, as each layer waits for all of them
-            hides = bool(orders.loads) and orders.loads[-1].hides  # which counts those before it
-            waits = Waits.BUSY if hides else Waits.IDLE
-            self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)], waits)
+            self.issuer.add_loads([*itertools.chain(*loads.values(), *queued)])
         for run, flights in arrivals.items():
             _follow(run, flights)
         for batches in background.values():

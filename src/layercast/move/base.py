@@ -62,9 +62,10 @@ class Waits(StrEnum):
     """Who waits for what is loaded."""
 
     IDLE = "idle"
-    """A forward that the link holds up: what counts is how soon the bytes are there."""
+    """A forward whose thread has launched it all, such as a captured one: what counts is how soon the bytes are there.
+    """
     BUSY = "busy"
-    """A forward that computes meanwhile: what keeps its thread from launching costs more than bytes that come late."""
+    """An engine's forward: what keeps the thread that prepares and launches it costs more than bytes that come late."""
     NOBODY = "nobody"
     """Nobody yet: it goes in the background."""
 

@@ -28,14 +28,13 @@ class Decision(msgspec.Struct, frozen=True):
     """window: layers moved together as in LoadOrder, 0 = all. reason: for the receipt.
 
     hidden_bytes: as in LoadOrder; only a load in two parts has any: what comes while the forwards under way run, behind
-    the one that reads it, or in the time that others may wait. hides: as in LoadOrder.
+    the one that reads it, or in the time that others may wait.
     """
 
     mode: Mode
     window: int
     reason: str
     hidden_bytes: int = 0
-    hides: bool = False
 
     @property
     def parked(self) -> bool:
@@ -132,19 +131,16 @@ def _loaded(hit: Hit, rules: Rules, company: Company, estimate: Estimate | None)
         mode, window, why = Mode.BULK, 0, f"a window of {rules.window} holds all {rules.layers} layers"
     if not rules.in_forward:
         return Decision(Mode.BACKGROUND, window, "this engine can't recover from a load that fails inside a forward")
-    if estimate is None and company.running:
-        return Decision(Mode.BACKGROUND, window, f"{company.running} others are running and costs are not known yet")
-    if estimate is None:
+    if not company.running:
         return Decision(mode, window, f"{why}; nobody else is running")
+    if estimate is None:
+        return Decision(Mode.BACKGROUND, window, f"{company.running} others are running and costs are not known yet")
     transfer_s = estimate.transfer_s(company.nbytes + hit.nbytes)
     hidden_s = estimate.compute_s(company.tokens + hit.rest) if mode is Mode.LAYERWISE else 0.0
     exposed_s = max(0.0, transfer_s - company.ahead_s - hidden_s)
-    hides = exposed_s <= rules.exposed_s
-    if not company.running:
-        return Decision(mode, window, f"{why}; nobody else is running", hides=hides)
     sees = f"{company.running} others running would wait {_ms(exposed_s)} of {_ms(rules.exposed_s)} allowed"
-    if hides:
-        return Decision(mode, window, f"{why}; {sees}", hides=True)
+    if exposed_s <= rules.exposed_s:
+        return Decision(mode, window, f"{why}; {sees}")
     behind = int(estimate.link_bytes_per_s * hidden_s) - company.nbytes
     if behind * rules.layers < hit.nbytes * window or not window:  # not one window would hide
         return Decision(Mode.BACKGROUND, window, sees)
