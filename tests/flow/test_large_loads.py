@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from layercast.config import Config
-from layercast.flow.batches import AT_ONCE_BYTES, SAVE_PARTS, Ways
+from layercast.flow.batches import AT_ONCE_BYTES, LAYER_BYTES, SAVE_PARTS, Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
 from layercast.move.base import Mover
 from layercast.move.flights import HostFlight, landed
 from layercast.move.gates import CpuGate
+from layercast.plan.pieces import Pieces, Series
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 
@@ -159,3 +160,40 @@ def test_a_device_saves_few_bytes_at_once_and_many_in_some_parts(slots, on_devic
     most = {(True, True): 1 if few else SAVE_PARTS, (True, False): 1, (False, True): len(engine.layers)}
     assert len(windows) <= most[on_device, layerwise]
     assert (len(windows) > 1) == (layerwise and not (on_device and few))
+
+
+@pytest.mark.parametrize("slots", [1, 100, LAYER_BYTES // BLOCK_BYTES - 1, LAYER_BYTES // BLOCK_BYTES, 1000])
+@pytest.mark.parametrize(
+    ("on_device", "limits"), [(True, {}), (False, {}), (True, {"layerwise_max_transfer_blocks": 64})]
+)
+def test_a_device_saves_each_long_layer_as_a_part_that_shares_its_pieces_with_all(slots, on_device, limits):
+    worker, _, engine = worker_of(**limits)
+    ways = replace(worker.ways, on_device=on_device)
+    order = SaveOrder("s", "r", (BlockPairs(0, tuple(scattered(slots)), tuple(range(slots))),))
+    windows = [*dict.fromkeys(ways.save_windows([order]).values())]
+    batches = ways.save_batches(ways.saving_of([order]), [(window, landed()) for window in windows])
+    assert sum(batch.nbytes for batch in batches) == slots * BLOCK_BYTES * LAYERS
+    assert sorted({layer for batch in batches for layer in batch.layers}) == list(engine.layers)
+    apart = on_device and not limits and slots * BLOCK_BYTES >= LAYER_BYTES
+    if apart:
+        assert [batch.pieces.turns for batch in batches] == windows
+        assert len({id(batch.pieces.pieces.table) for batch in batches}) == 1
+        assert len(batches) == SAVE_PARTS
+    elif not limits:
+        assert [len(batch.pieces) for batch in batches] == [1] * len(windows)
+    moved = sorted(each for batch in batches for part in parts_of(batch.pieces) for each in words_of(part))
+    (plan,) = ways.save_plans([order]).values()
+    assert moved == sorted(each for layer in engine.layers for each in words_of(plan.layer(layer)))
+
+
+def parts_of(pieces):
+    return [*pieces] if isinstance(pieces, Series) else [pieces]
+
+
+def words_of(pieces):
+    """(source, target) of each 16 KiB that they copy."""
+    step, placed = BLOCK_BYTES // 2, Pieces(pieces.placed)
+    for source, target, length, count, from_step, to_step in placed.table.T.tolist():
+        for nth in range(count):
+            for at in range(0, length, step):
+                yield source + nth * from_step + at, target + nth * to_step + at

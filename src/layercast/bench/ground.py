@@ -19,7 +19,7 @@ import torch
 
 from layercast.bench.results import SOON_S, Start
 from layercast.errors import Refused
-from layercast.flow.batches import saved_together
+from layercast.flow.batches import saved_apart, saved_together
 from layercast.move.costs import Way, only
 from layercast.move.cuda import CudaMover
 from layercast.move.cuda_costs import measured_costs
@@ -165,8 +165,8 @@ class Ground:
 
     def save(self, tokens: int | None = None) -> list[Series]:
         """Plan a step as a worker does to save: each of `parts`, which share what is alike in them."""
-        plan = self._plan(tokens, up=False)
-        return [series for part in self.parts(tokens) for _, series, _ in plan.series((part,))]
+        plan, each = self._plan(tokens, up=False), self._count(tokens) * self.shape.block_bytes
+        return [series for part in self.parts(tokens) for _, series, _ in plan.series(saved_apart(part, each))]
 
     def _plan(self, tokens: int | None, *, up: bool) -> CopyPlan:
         count = self._count(tokens)

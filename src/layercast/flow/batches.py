@@ -21,11 +21,19 @@ from layercast.spec.groups import Layout
 
 SAVE_PARTS, AT_ONCE_BYTES = 4, 64 << 20
 """In how many parts a device saves a step's layers, if they are more bytes than a link carries in a millisecond."""
+LAYER_BYTES = 8 << 20
+"""Of a layer: from so many on a device cuts up and writes down one for all that are alike, each of them a part. Shorter
+ones fill its staging memory together."""
 
 
 def saved_together(layers: int, nbytes: int) -> int:
     """Layers that a device saves in one part, of a step's saves of so many bytes; 0 = all."""
     return -(-layers // SAVE_PARTS) if nbytes > AT_ONCE_BYTES else 0
+
+
+def saved_apart(window: Sequence[int], layer_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """The parts in which a device moves layers that it saves together, of about so many bytes each."""
+    return tuple((layer,) for layer in window) if layer_bytes >= LAYER_BYTES else (tuple(window),)
 
 
 class SlabMemory(Protocol):
@@ -95,10 +103,13 @@ class Ways:
         """
         window = self.config.layerwise_window if self.config.use_layerwise else 0
         if self.on_device and window:
-            nbytes = sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
-            together = saved_together(len(self.layers), nbytes)
+            together = saved_together(len(self.layers), self._saved_bytes(orders))
             window = together and max(window, together)
         return windows_by_layer(self.layers, window)
+
+    def _saved_bytes(self, orders: Sequence[SaveOrder]) -> int:
+        """Of a step's saves."""
+        return sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -146,7 +157,8 @@ class Ways:
         Raises BadBlocks for ids that can't be.
         """
         save.plans = save.plans or self.save_plans(save.orders)
-        cuts = [((tuple(window),), (mark,)) for window, mark in written]
+        each = self._saved_bytes(save.orders) // len(self.layers) if self.on_device and not self.limits else 0
+        cuts = [(saved_apart(window, each), (mark,)) for window, mark in written]
         return self._batches(save, [*save.plans.items()], ("source", "target"), cuts)
 
     def _batches(

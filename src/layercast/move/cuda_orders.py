@@ -31,12 +31,18 @@ class Orders(NamedTuple):
     waits: Waits
 
     def runs(self) -> list[Run]:
-        """All parts in the order in which they move."""
+        """All parts in the order in which they move, those of a batch that follow each other together."""
         if len(self.batches) == 1:
             return [Run(0, range(len(self.batches[0].shifts)), 0)]
         turns = enumerate(series.turns for series in self.batches)
         order = sorted((turn, batch, nth) for batch, ours in turns for nth, turn in enumerate(ours))
-        return [Run(batch, range(nth, nth + 1), place) for place, (_, batch, nth) in enumerate(order)]
+        runs: list[Run] = []
+        for place, (_, batch, nth) in enumerate(order):
+            if runs and (runs[-1].batch, runs[-1].parts.stop) == (batch, nth):
+                runs[-1] = runs[-1]._replace(parts=range(runs[-1].parts.start, nth + 1))
+            else:
+                runs.append(Run(batch, range(nth, nth + 1), place))
+        return runs
 
     def places(self, runs: Sequence[Run]) -> list[list[int]]:
         """Where in the wave the parts of each batch stand."""
