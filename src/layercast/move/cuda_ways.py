@@ -13,14 +13,14 @@ from layercast.plan.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 COPY_US, LAUNCH_US = 0.3, 10.0
-"""What a copy costs beside its time on the device, unless it holds a forward up, and a staged batch.
+"""What a copy costs beside its time on the device, unless no thread launches meanwhile, and a staged batch.
 
 To hand a copy over keeps the driver to itself for 0.9 us, of which others lose a part: a thread that launches waits
 for the call under way, 128 copies. On an H200 a launch took 81 us beside 16,384 copies of 64 KiB, else 7. What is
-staged goes in few calls, and makes a forward up to 10 % slower. Hits of scattered blocks in vLLM, staged and by the
-engine (floor): on a slow host 2,048+256 tokens 17.9 and 19.7 ms (16.7), 8,192+512 28.6 and 31.0 (25.5), on a quick one
-27.4 and 25.0 (24.2); beside 32 that decode 33 and 43; 30,000+1,024, which waits for the link, 89 and 84 (71). Saves
-beside matrix products kept 0.91 of a contiguous copy's rate staged, 0.84 by the engine."""
+staged goes in few calls, and makes a raw forward that waits for it 2 % slower than by the engine (of 2,048+256 tokens
+7 %). Hits of 8,192+512 scattered tokens in vLLM, staged and by the engine, when staging still took three streams: on a
+slow host 28.6 and 31.0 ms, on a quick one 27.4 and 25.0, beside 32 that decode 33 and 43. Saves beside matrix products
+kept 0.95 of a contiguous copy's rate staged, 0.84 by the engine."""
 SHARE, EDGE = 1.05, 1.25
 """What staging counts for of its time, and the kernel over a link: their programs take the model's place on the device.
 From an H200 such a kernel made matrix products 30 % slower, what is staged 2 % more than a contiguous copy did, and to
@@ -107,7 +107,7 @@ def way_of(size: tuple[int, int], costs: Costs, *, kernel: bool, runs: int = 0, 
     """The way expected to cost least time.
 
     size: (bytes, copies) of pieces. kernel: whether there is one and it can move them. runs: the unbroken stretches
-    that they make in host memory; 0 = they can't be staged. idle: they hold a forward up (`Waits.IDLE`).
+    that they make in host memory; 0 = they can't be staged. idle: no thread launches (`Waits.IDLE`).
     """
     nbytes, count = size
     if count < 2 or not kernel:
