@@ -20,17 +20,23 @@ LAYERS, SLOTS, BLOCK_BYTES = 32, 1200, 32 << 10
 GIB = 1 << 30
 
 
-def layout_at(base: int) -> Layout:
-    """Per-layer planes of 16-token blocks, 32 KiB each: 1,024 blocks in 32 layers are a gigabyte."""
+def layout_at(base: int, *, block_major: bool = False) -> Layout:
+    """Per-layer planes of 16-token blocks, 32 KiB each: 1,024 blocks in 32 layers are a gigabyte.
+
+    block_major: all layers of a block lie together.
+    """
+    layer_bytes, block_bytes = (
+        (BLOCK_BYTES, LAYERS * BLOCK_BYTES) if block_major else (SLOTS * BLOCK_BYTES, BLOCK_BYTES)
+    )
     planes = [
         plane_of_tensor(
             f"layers.{layer}.kv",
             layer,
             PlaneKind.KV,
             "uint8",
-            base + layer * SLOTS * BLOCK_BYTES,
+            base + layer * layer_bytes,
             (SLOTS, BLOCK_BYTES),
-            (BLOCK_BYTES, 1),
+            (block_bytes, 1),
             ("block", "content"),
         )
         for layer in range(LAYERS)
@@ -184,6 +190,15 @@ def test_a_device_saves_each_long_layer_as_a_part_that_shares_its_pieces_with_al
     moved = sorted(each for batch in batches for part in parts_of(batch.pieces) for each in words_of(part))
     (plan,) = ways.save_plans([order]).values()
     assert moved == sorted(each for layer in engine.layers for each in words_of(plan.layer(layer)))
+
+
+def test_where_all_layers_of_a_block_lie_together_a_device_saves_those_of_a_window_in_one_copy():
+    engine, slab = layout_at(1 << 40, block_major=True), Addresses(layout_at(1 << 45, block_major=True))
+    ways = Ways.between(engine, slab, Config(host_bytes=1 << 20, verify=False), on_device=True)
+    order = SaveOrder("s", "r", (BlockPairs(0, tuple(scattered(1000)), tuple(range(1000))),))
+    windows = [*dict.fromkeys(ways.save_windows([order]).values())]
+    batches = ways.save_batches(ways.saving_of([order]), [(window, landed()) for window in windows])
+    assert [batch.pieces.size for batch in batches] == [(GIB * 1000 // 1024 // SAVE_PARTS, 1000)] * SAVE_PARTS
 
 
 def parts_of(pieces):

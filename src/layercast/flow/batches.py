@@ -157,7 +157,9 @@ class Ways:
         Raises BadBlocks for ids that can't be.
         """
         save.plans = save.plans or self.save_plans(save.orders)
-        each = self._saved_bytes(save.orders) // len(self.layers) if self.on_device and not self.limits else 0
+        routes = [plan.route for plan in save.plans.values()]
+        together = self.limits or any(route.joins(window) for route in routes for window, _ in written)
+        each = self._saved_bytes(save.orders) // len(self.layers) if self.on_device and not together else 0
         cuts = [(saved_apart(window, each), (mark,)) for window, mark in written]
         return self._batches(save, [*save.plans.items()], ("source", "target"), cuts)
 

@@ -303,6 +303,11 @@ class Route:
             found = self._windows[layers] = self._window(layers)
         return found
 
+    def joins(self, layers: Sequence[int]) -> bool:
+        """Whether what it moves of different ones of these layers lies side by side, so that together it is less."""
+        window = self.window(tuple(layers))
+        return len(window.columns.length) < sum(len(self.columns[layer].length) for layer in window.layers)
+
     def _window(self, layers: tuple[int, ...]) -> Window:
         layers = tuple(layer for layer in layers if layer in self.columns)
         chosen, shifts = [self.columns[layer] for layer in layers], self.shifts
