@@ -20,7 +20,7 @@ LAYERS, SLOTS, BLOCK_BYTES = 32, 1200, 32 << 10
 GIB = 1 << 30
 
 
-def layout_at(base: int, *, block_major: bool = False) -> Layout:
+def layout_at(base: int, groups: tuple[range, ...] = (range(LAYERS),), *, block_major: bool = False) -> Layout:
     """Per-layer planes of 16-token blocks, 32 KiB each: 1,024 blocks in 32 layers are a gigabyte.
 
     block_major: all layers of a block lie together.
@@ -41,7 +41,7 @@ def layout_at(base: int, *, block_major: bool = False) -> Layout:
         )
         for layer in range(LAYERS)
     ]
-    return layout_of([GroupSpec("full", GroupKind.FULL, 16, tuple(range(LAYERS)))], planes)
+    return layout_of([GroupSpec(str(ours), GroupKind.FULL, 16, tuple(ours)) for ours in groups], planes)
 
 
 @dataclass
@@ -199,6 +199,27 @@ def test_where_all_layers_of_a_block_lie_together_a_device_saves_those_of_a_wind
     windows = [*dict.fromkeys(ways.save_windows([order]).values())]
     batches = ways.save_batches(ways.saving_of([order]), [(window, landed()) for window in windows])
     assert [batch.pieces.size for batch in batches] == [(GIB * 1000 // 1024 // SAVE_PARTS, 1000)] * SAVE_PARTS
+
+
+@pytest.mark.parametrize(
+    "windows", [[(0, 1, 2, 3, 4, 5, 6, 7)], [(8, 9), (0, 1, 2, 5, 6, 7, 16, 17)]], ids=["all", "swept"]
+)
+@pytest.mark.parametrize(("many", "few"), [(1000, 1), (256, 255), (300, 0), (256, 256)])
+def test_of_groups_each_has_its_layers_apart_if_these_are_long_themselves(windows, many, few):
+    groups = range(0, LAYERS, 2), range(1, LAYERS, 2)
+    slab = Addresses(layout_at(1 << 45, groups))
+    ways = Ways.between(layout_at(1 << 40, groups), slab, Config(host_bytes=1 << 20, verify=False), on_device=True)
+    pairs = [BlockPairs(group, tuple(range(count)), tuple(range(count))) for group, count in enumerate((many, few))]
+    save = ways.saving_of([SaveOrder("s", "r", tuple(pair for pair in pairs if pair.blocks))])
+    batches = ways.save_batches(save, [(window, landed()) for window in windows])
+    layers = sorted(layer for window in windows for layer in window)
+    for group, count in enumerate((many, few)):
+        ours = [batch for batch in batches if batch.group == group]
+        moved = [layer for layer in layers if count and layer in groups[group]]
+        assert sorted(layer for batch in ours for layer in batch.layers) == moved
+        assert sum(batch.nbytes for batch in ours) == len(moved) * count * BLOCK_BYTES
+        long = count * BLOCK_BYTES >= LAYER_BYTES
+        assert all(len(batch.pieces) == (len(batch.layers) if long else 1) for batch in ours)
 
 
 def parts_of(pieces):

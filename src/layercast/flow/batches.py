@@ -103,13 +103,10 @@ class Ways:
         """
         window = self.config.layerwise_window if self.config.use_layerwise else 0
         if self.on_device and window:
-            together = saved_together(len(self.layers), self._saved_bytes(orders))
+            nbytes = sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
+            together = saved_together(len(self.layers), nbytes)
             window = together and max(window, together)
         return windows_by_layer(self.layers, window)
-
-    def _saved_bytes(self, orders: Sequence[SaveOrder]) -> int:
-        """Of a step's saves."""
-        return sum(self.sizes[pair.group] * len(pair.slots) for order in orders for pair in order.pairs)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -157,11 +154,14 @@ class Ways:
         Raises BadBlocks for ids that can't be.
         """
         save.plans = save.plans or self.save_plans(save.orders)
-        routes = [plan.route for plan in save.plans.values()]
-        together = self.limits or any(route.joins(window) for route in routes for window, _ in written)
-        each = self._saved_bytes(save.orders) // len(self.layers) if self.on_device and not together else 0
-        cuts = [(saved_apart(window, each), (mark,)) for window, mark in written]
-        return self._batches(save, [*save.plans.items()], ("source", "target"), cuts)
+        apart, batches = self.on_device and not self.limits, list[Batch]()
+        for window, mark in written:
+            for group, plan in save.plans.items():
+                alone = apart and not plan.route.joins(window)
+                each = self.sizes[group] * plan.blocks // len(plan.layers) if alone else 0
+                cut = saved_apart(window, each), (mark,)
+                batches += self._batches(save, [(group, plan)], ("source", "target"), [cut])
+        return batches
 
     def _batches(
         self,
