@@ -201,7 +201,6 @@ class Lane:
 
         held: tables of programs of which it is not known how much the device has been handed.
         """
-        self._wait_for(self._tail)
         for stream in self._relay.streams[1:]:
             self.driver.record(self._tail, stream)
             self._wait_for(self._tail)
