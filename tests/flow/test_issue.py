@@ -69,6 +69,15 @@ def test_what_a_forward_waits_for_goes_to_a_device_in_one_go(device):
     issuer.wait_idle(1)
 
 
+def test_saves_go_in_one_go_and_not_in_the_background(device):
+    run, issuer = Followed(), Issuer(device, depth=2)
+    issuer.add_saves(batches(run, 32, MIB, "save"))
+    assert [len(wave) for wave in device.waves] == [32]
+    assert Waits.NOBODY not in device.waits
+    device.end_first()
+    issuer.wait_idle(1)
+
+
 def test_in_the_background_a_device_is_handed_load_by_load_and_told_that_they_stand_aside(device):
     """Were loads to take turns, all would come as late as the last; were parts handed over one by one, a thread would
     take the interpreter from the forward's for each."""

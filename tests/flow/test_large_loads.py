@@ -187,6 +187,7 @@ def test_a_device_saves_each_long_layer_as_a_part_that_shares_its_pieces_with_al
         assert len(batches) == SAVE_PARTS
     elif not limits:
         assert [len(batch.pieces) for batch in batches] == [1] * len(windows)
+    assert all(max(batch.parts.values()) < len(parts_of(batch.pieces)) for batch in batches)
     moved = sorted(each for batch in batches for part in parts_of(batch.pieces) for each in words_of(part))
     (plan,) = ways.save_plans([order]).values()
     assert moved == sorted(each for layer in engine.layers for each in words_of(plan.layer(layer)))

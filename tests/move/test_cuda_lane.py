@@ -1,6 +1,5 @@
 """What follows what in one lane, whichever ways its programs go and whatever of them takes its time."""
 
-import itertools
 import threading
 import time
 from functools import partial
@@ -25,17 +24,18 @@ def device():
 
 
 def kept_waiting(device, monkeypatch, nth):
-    """Have the device do the nth copy or launch, from when on it is asked for, once the event is set."""
-    go, seen = threading.Event(), itertools.count()
+    """(an event behind which the device does the nth copy or launch that it gets from now on, all that it has got)."""
+    go, seen = threading.Event(), []
 
     def call(made, *given):
         stream, work = made(*given)
-        late = next(seen) == nth
+        seen.append(made)
+        late = len(seen) == nth + 1
         return stream, lambda: (late and go.wait(SOON_S), work())[1]
 
     for name in ("_copy_batch", "_copy", "_launch"):
         monkeypatch.setattr(device, name, partial(call, getattr(device, name)))
-    return go
+    return go, seen
 
 
 @pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
@@ -53,14 +53,15 @@ def test_what_comes_later_neither_moves_nor_counts_before_all_that_came_first(
     first, second = (
         [pieces_of(*((at + n, target + n, 32) for n in (part, part + 64))) for part in (0, 128)] for at in (one, two)
     )
-    go = kept_waiting(device, monkeypatch, nth)
+    go, seen = kept_waiting(device, monkeypatch, nth)
     early = mover.submit_all(first)[-1]
     assert early.wave.issued.wait(SOON_S)
+    held = len(seen) > nth
     mover.prefer(only(way))
     empty, _, last = mover.submit_all([pieces_of(), *second])
     assert last.wave.issued.wait(SOON_S)
     time.sleep(BRIEF_S)
-    assert early.done or not (empty.done or b"2" in memory.read(target, 256))
+    assert not (held and (early.done or empty.done or b"2" in memory.read(target, 256)))
     go.set()
     last.wait(SOON_S)
     assert early.done
@@ -68,19 +69,43 @@ def test_what_comes_later_neither_moves_nor_counts_before_all_that_came_first(
     mover.close(SOON_S)
 
 
+@pytest.mark.parametrize("kinds", [(HOST, DEVICE), (DEVICE, HOST)])
+def test_what_is_staged_fills_slots_while_the_last_one_before_it_still_empties(device, monkeypatch, kinds):
+    memory, mover = DeviceMemory(device, kinds), mover_of(device)
+    source, target = memory.alloc(256), memory.alloc(256)
+    some = pieces_of((source, target, 32), (source + 64, target + 64, 32))
+    mover.submit(some).wait(SOON_S)
+    go, _ = kept_waiting(device, monkeypatch, 4)  # behind the table, two that fill and one that empties
+    _, held = mover.submit_all([some, some])
+    last = mover.submit(some)
+    assert last.wave.issued.wait(SOON_S)
+    time.sleep(BRIEF_S)
+    lane = mover._arm(Direction.UP if kinds[0] == HOST else Direction.DOWN).lane
+    filled, emptied, *_ = lane.staging.slots.events
+    assert [device.happened(filled), device.happened(emptied), held.done] == [True, False, False]
+    go.set()
+    last.wait(SOON_S)
+    mover.close(SOON_S)
+
+
 @pytest.mark.parametrize("nth", range(3))
-def test_what_is_passed_over_is_counted_behind_all_that_any_stream_of_its_lane_has(device, nth):
+def test_what_is_passed_over_is_counted_behind_all_that_its_lane_has_and_before_all_that_it_gets(device, nth):
     """As where a program breaks off: how far it has come is not known, and its blocks are given to others."""
-    mover, word = mover_of(device), np.zeros(1, np.int32)
-    lane = mover._arm(Direction.UP).lane
+    mover, word, memory = mover_of(device), np.zeros(1, np.int32), DeviceMemory(device, (HOST, DEVICE))
+    source, target, lane = memory.alloc(256), memory.alloc(256), mover._arm(Direction.UP).lane
     device.stream_waits_for_value(lane._relay.streams[nth], word.ctypes.data, 1)
     number = lane.tally.queue(1)
-    lane.skip(number, [])
+    lane.tables.take_next(taken := [])
+    lane.skip(number, taken)
+    some = pieces_of((source, target, 32), (source + 64, target + 64, 32))
+    empty, flight = mover.submit_all([pieces_of(), some])
+    assert flight.wave.issued.wait(SOON_S)
     time.sleep(BRIEF_S)
-    assert not lane.tally.reached(number)
+    assert [lane.tally.reached(number), empty.done, device.happened(taken[0].free)] == [False] * 3
     word[:] = 1
-    device.synchronize()
+    flight.wait(SOON_S)
     assert lane.tally.reached(number)
+    lane.tables.give_back(taken, number)
     mover.close(SOON_S)
 
 
