@@ -287,6 +287,17 @@ def test_a_save_that_failed_on_one_rank_is_never_visible():
     side.directory.check()
 
 
+@pytest.mark.parametrize(("window", "hidden"), [(1, 0), (4, 1 << 20), (0, 7)])
+def test_an_order_moves_layers_and_is_said_to_have_come_as_was_decided(window, hidden):
+    side = side_of(16)
+    store(side)
+    match = side.match(TOKENS)
+    decided = replace(match.decision, window=window, hidden_bytes=hidden)
+    order = side.load_order("warm", replace(match, decision=decided), [TABLE])
+    assert (order.window, order.hidden_bytes) == (window, hidden)
+    side.settle(loaded(order), 0)
+
+
 def test_a_lease_lasts_until_the_load_has_ended_on_every_rank():
     side = side_of(16, 16)
     store(side)

@@ -154,7 +154,7 @@ def test_without_limits_a_gigabyte_in_bulk_is_one_batch():
     mover.land_next()
 
 
-@pytest.mark.parametrize("slots", [1, 1000])
+@pytest.mark.parametrize("slots", [1, 100, 1000])
 @pytest.mark.parametrize(("on_device", "layerwise"), [(True, True), (True, False), (False, True)])
 def test_a_device_saves_few_bytes_at_once_and_many_in_some_parts(slots, on_device, layerwise):
     worker, _, engine = worker_of(use_layerwise=layerwise)
@@ -166,26 +166,35 @@ def test_a_device_saves_few_bytes_at_once_and_many_in_some_parts(slots, on_devic
     most = {(True, True): 1 if few else SAVE_PARTS, (True, False): 1, (False, True): len(engine.layers)}
     assert len(windows) <= most[on_device, layerwise]
     assert (len(windows) > 1) == (layerwise and not (on_device and few))
+    halves = [BlockPairs(0, order.pairs[0].blocks[nth::2], order.pairs[0].slots[nth::2]) for nth in range(2)]
+    for split in ([SaveOrder("s", "r", tuple(halves))], [SaveOrder("s", "r", (half,)) for half in halves]):
+        assert set(ways.save_windows(split).values()) == windows
 
 
 @pytest.mark.parametrize("slots", [1, 100, LAYER_BYTES // BLOCK_BYTES - 1, LAYER_BYTES // BLOCK_BYTES, 1000])
 @pytest.mark.parametrize(
-    ("on_device", "limits"), [(True, {}), (False, {}), (True, {"layerwise_max_transfer_blocks": 64})]
+    ("on_device", "settings"),
+    [
+        (True, {}),
+        (False, {}),
+        (False, {"use_layerwise": False}),
+        (True, {"layerwise_max_transfer_blocks": 64}),
+    ],
 )
-def test_a_device_saves_each_long_layer_as_a_part_that_shares_its_pieces_with_all(slots, on_device, limits):
-    worker, _, engine = worker_of(**limits)
+def test_a_device_saves_each_long_layer_as_a_part_that_shares_its_pieces_with_all(slots, on_device, settings):
+    worker, _, engine = worker_of(**settings)
     ways = replace(worker.ways, on_device=on_device)
     order = SaveOrder("s", "r", (BlockPairs(0, tuple(scattered(slots)), tuple(range(slots))),))
     windows = [*dict.fromkeys(ways.save_windows([order]).values())]
     batches = ways.save_batches(ways.saving_of([order]), [(window, landed()) for window in windows])
     assert sum(batch.nbytes for batch in batches) == slots * BLOCK_BYTES * LAYERS
     assert sorted({layer for batch in batches for layer in batch.layers}) == list(engine.layers)
-    apart = on_device and not limits and slots * BLOCK_BYTES >= LAYER_BYTES
+    apart = on_device and not ways.limits and slots * BLOCK_BYTES >= LAYER_BYTES
     if apart:
         assert [batch.pieces.turns for batch in batches] == windows
         assert len({id(batch.pieces.pieces.table) for batch in batches}) == 1
         assert len(batches) == SAVE_PARTS
-    elif not limits:
+    elif not ways.limits:
         assert [len(batch.pieces) for batch in batches] == [1] * len(windows)
     assert all(max(batch.parts.values()) < len(parts_of(batch.pieces)) for batch in batches)
     moved = sorted(each for batch in batches for part in parts_of(batch.pieces) for each in words_of(part))
@@ -212,7 +221,11 @@ def test_of_groups_each_has_its_layers_apart_if_these_are_long_themselves(window
     ways = Ways.between(layout_at(1 << 40, groups), slab, Config(host_bytes=1 << 20, verify=False), on_device=True)
     pairs = [BlockPairs(group, tuple(range(count)), tuple(range(count))) for group, count in enumerate((many, few))]
     save = ways.saving_of([SaveOrder("s", "r", tuple(pair for pair in pairs if pair.blocks))])
-    batches = ways.save_batches(save, [(window, landed()) for window in windows])
+    written = {window: landed() for window in windows}
+    batches = ways.save_batches(save, [*written.items()])
+    assert all(
+        batch.after == (written[window],) for batch in batches for window in windows if batch.layers[0] in window
+    )
     layers = sorted(layer for window in windows for layer in window)
     for group, count in enumerate((many, few)):
         ours = [batch for batch in batches if batch.group == group]

@@ -48,6 +48,7 @@ def test_alone_a_request_loads_in_its_forward_however_long_that_waits():
 
 def test_beside_others_a_load_that_hides_behind_its_forward_is_layerwise():
     assert choose(rest=2048, running=32).mode is Mode.LAYERWISE
+    assert choose(rest=2048, running=32, exposed_s=0.0).mode is Mode.LAYERWISE
 
 
 def test_what_else_the_coming_forward_loads_and_computes_and_when_it_begins_says_whether_a_load_hides():
