@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from layercast.config import Config
 from layercast.control.node import open_worker
+from layercast.flow import batches
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.move import cuda_lane
 from layercast.move.costs import Direction, Way, only
@@ -251,7 +252,11 @@ def device():
 
 @pytest.fixture
 def small_paces(monkeypatch):
+    """As small as the engine's blocks: paces, and the steps whose saves go in windows, and layers that go apart."""
     monkeypatch.setattr(cuda_lane, "PACES", SMALL)
+    monkeypatch.setattr(batches, "AT_ONCE_BYTES", 4 * LAYERS * BLOCK_BYTES)
+    monkeypatch.setattr(batches, "SAVE_PARTS", 2)
+    monkeypatch.setattr(batches, "LAYER_BYTES", 3 * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
