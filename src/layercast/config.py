@@ -58,8 +58,7 @@ class Config(msgspec.Struct, metaclass=_AsFromMapping, frozen=True, forbid_unkno
     than these. On a GPU it changes nothing: there a load is handed over whole."""
     layerwise_exposed_ms: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Longest that running requests may be expected to wait for a load in their forward; beyond it the load starts in
-    the background. On a GPU it also says which loads of scattered blocks that come alone go by the copy engine: those
-    that are expected to take longer than that beyond their forward."""
+    the background."""
     layerwise_max_transfer_blocks: Count = 0
     """Most blocks in one batch handed to a mover; 0 = no limit."""
     layerwise_max_transfer_bytes: Count = 0

@@ -10,9 +10,10 @@ from layercast.flow.batches import AT_ONCE_BYTES, LAYER_BYTES, SAVE_PARTS, Ways
 from layercast.flow.orders import BlockPairs, LoadEnd, LoadOrder, SaveOrder, StepOrders
 from layercast.flow.worker import Worker
 from layercast.move.base import Mover
+from layercast.move.cuda_ways import rows_of
 from layercast.move.flights import HostFlight, landed
 from layercast.move.gates import CpuGate
-from layercast.plan.pieces import Pieces, Series
+from layercast.plan.pieces import Series
 from layercast.spec.groups import GroupKind, GroupSpec, Layout, layout_of
 from layercast.spec.planes import PlaneKind, plane_of_tensor
 
@@ -242,8 +243,6 @@ def parts_of(pieces):
 
 def words_of(pieces):
     """(source, target) of each 16 KiB that they copy."""
-    step, placed = BLOCK_BYTES // 2, Pieces(pieces.placed)
-    for source, target, length, count, from_step, to_step in placed.table.T.tolist():
-        for nth in range(count):
-            for at in range(0, length, step):
-                yield source + nth * from_step + at, target + nth * to_step + at
+    for source, target, length in rows_of(pieces).table.T.tolist():
+        for at in range(0, length, BLOCK_BYTES // 2):
+            yield source + at, target + at

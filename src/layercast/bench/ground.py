@@ -166,7 +166,8 @@ class Ground:
     def save(self, tokens: int | None = None) -> list[Series]:
         """Plan a step as a worker does to save: each of `parts`, which share what is alike in them."""
         plan, each = self._plan(tokens, up=False), self._count(tokens) * self.shape.block_bytes
-        return [series for part in self.parts(tokens) for _, series, _ in plan.series(saved_apart(part, each))]
+        cuts = [saved_apart(plan.route, part, each) for part in self.parts(tokens)]
+        return [series for cut in cuts for _, series, _ in plan.series(cut)]
 
     def _plan(self, tokens: int | None, *, up: bool) -> CopyPlan:
         count = self._count(tokens)

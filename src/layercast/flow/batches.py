@@ -31,9 +31,13 @@ def saved_together(layers: int, nbytes: int) -> int:
     return -(-layers // SAVE_PARTS) if nbytes > AT_ONCE_BYTES else 0
 
 
-def saved_apart(window: Sequence[int], layer_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The parts in which a device moves layers that it saves together, of about so many bytes each."""
-    return tuple((layer,) for layer in window) if layer_bytes >= LAYER_BYTES else (tuple(window),)
+def saved_apart(route: Route, window: Sequence[int], layer_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """The parts in which a device moves layers that it saves together, of about so many bytes each.
+
+    Long ones go by themselves, unless a block's lie side by side, and are one copy together.
+    """
+    apart = layer_bytes >= LAYER_BYTES and not route.joins(window)
+    return tuple((layer,) for layer in window) if apart else (tuple(window),)
 
 
 class SlabMemory(Protocol):
@@ -157,10 +161,9 @@ class Ways:
         apart, batches = self.on_device and not self.limits, list[Batch]()
         for window, mark in written:
             for group, plan in save.plans.items():
-                alone = apart and not plan.route.joins(window)
-                each = self.sizes[group] * plan.blocks // len(plan.layers) if alone else 0
-                cut = saved_apart(window, each), (mark,)
-                batches += self._batches(save, [(group, plan)], ("source", "target"), [cut])
+                each = self.sizes[group] * plan.blocks // len(plan.layers)
+                cut = saved_apart(plan.route, window, each) if apart else (tuple(window),)
+                batches += self._batches(save, [(group, plan)], ("source", "target"), [(cut, (mark,))])
         return batches
 
     def _batches(

@@ -70,8 +70,7 @@ class Rules(msgspec.Struct, frozen=True):
     """What is allowed.
 
     threshold: fewer tokens are recomputed; 0: every hit is loaded, whatever it costs. in_forward: whether the engine
-    recovers from a load that fails inside a forward. exposed_s: most seconds that such a load may cost others,
-    and beyond which a forward counts as held up by it.
+    recovers from a load that fails inside a forward. exposed_s: most seconds that such a load may cost others.
     told_ahead: forwards that run between the word that a load has come and the first one that can read it.
     """
 
