@@ -1,6 +1,7 @@
 """Hits beside running requests: how they are loaded, by the policy; faults in such loads. Usage: FOLDER FAULTS."""
 
 import logging
+import queue
 import random
 import sys
 
@@ -14,7 +15,7 @@ from layercast.observe.receipts import receipts_in
 from layercast.plan.policy import Estimate
 
 HIT, REST = 6 * BLOCK, 70
-GBPS, WAIT_MS = 0.4, 300
+GBPS, WAIT_MS, SOON_S = 0.4, 300, 10
 TALK = prompt(99, 20)
 KEEP = {"extra_args": {"kv_transfer_params": {"layercast": {"save": False}}}}
 """What is stored of a prompt are its first HIT tokens, whoever has answered it."""
@@ -157,8 +158,8 @@ def unscheduled(engine, ids, short):
     assert engine.llm.reset_prefix_cache()
     for block in range(HIT // BLOCK):
         engine.flip(engine.slot(ids[: HIT + 8], block), 3)
-    troubles, held = Troubles(engine, random.Random(0)), []
-    troubles.stalled(3, held.append)
+    troubles, held, landed = Troubles(engine, random.Random(0)), queue.SimpleQueue(), False
+    troubles.stalled(3, held.put)
     sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False, **KEEP)
     llm.add_request("talk-away", {"prompt_token_ids": TALK}, sampling)
     llm.step()
@@ -168,8 +169,9 @@ def unscheduled(engine, ids, short):
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     forwards = engine.connector._forwards
     while known not in forwards.failed:
-        if forwards.coming and held:  # before the step that would wait for it
-            held.pop().land()
+        if forwards.coming and not landed:  # before the step that would wait for it, however late it is submitted
+            held.get(timeout=SOON_S).land()
+            landed = True
         llm.step()
     troubles.undo[0]()
     run |= {"failed": known in forwards.failed, "mode": known.decision.mode, "status": known.request.status.name}
