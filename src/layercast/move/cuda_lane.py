@@ -112,25 +112,27 @@ class Lane:
         first_of = next((batch for batch in batches if len(batch.pieces)), None)
         if kernel is None or first_of is None:
             return Way.ENGINE
-        look, seen = kernel.scribe.look, {id(first_of.pieces.table)}
-        nbytes, copies, longest, fine = look(first_of.pieces.table, first_of.shifts)
-        size = nbytes, copies
+        look, first = kernel.scribe.look, first_of.pieces.table
+        nbytes, copies, longest, fine = look(first, first_of.shifts)
+        size, seen = (nbytes, copies), {id(first)}
         if surely_engine(size, self.costs, idle=idle):
             return Way.ENGINE
         for batch in batches:
-            table = batch.pieces.table
-            _, count, most, multiples = look(_NO_PIECES.table if id(table) in seen else table, batch.shifts)
-            fine, copies, longest = fine and multiples, copies + count, max(longest, most)
-            seen.add(id(table))
+            if batch is not first_of:
+                table = batch.pieces.table
+                _, count, most, multiples = look(_NO_PIECES.table if id(table) in seen else table, batch.shifts)
+                fine, copies, longest = fine and multiples, copies + count, max(longest, most)
+                seen.add(id(table))
         # A table has at most one slot's bytes, so padding adds a column a slot; twice the rows is more than enough.
         if not fine or 24 * 2 * (copies + 2 * len(seen)) > TABLE_BYTES:
             return Way.ENGINE
+        runs = 0
         if longest <= self.staging.slot_bytes:
-            sample = first_of.pieces.table[:, :SAMPLE]
-            nbytes, copies, *_ = look(sample, first_of.shifts)
+            sample = first[:, :SAMPLE]
             runs = kernel.scribe.runs(sample, self.direction is Direction.UP)
-            return way_of((nbytes, copies), self.costs, kernel=True, runs=runs, idle=idle)
-        return way_of(size, self.costs, kernel=True, idle=idle)
+            if sample.shape != first.shape:
+                size = look(sample, first_of.shifts)[:2]
+        return way_of(size, self.costs, kernel=True, runs=runs, idle=idle)
 
     def granted(self, way: Way) -> Way:
         """This way, or the engine's where there is no memory to stage in. On the thread that issues."""

@@ -36,13 +36,10 @@ class Orders(NamedTuple):
             return [Run(0, range(len(self.batches[0].shifts)), 0)]
         turns = enumerate(series.turns for series in self.batches)
         order = sorted((turn, batch, nth) for batch, ours in turns for nth, turn in enumerate(ours))
-        runs: list[Run] = []
-        for place, (_, batch, nth) in enumerate(order):
-            if runs and (runs[-1].batch, runs[-1].parts.stop) == (batch, nth):
-                runs[-1] = runs[-1]._replace(parts=range(runs[-1].parts.start, nth + 1))
-            else:
-                runs.append(Run(batch, range(nth, nth + 1), place))
-        return runs
+        parts = [part for _, *part in order]
+        heads = [at for at, (batch, nth) in enumerate(parts) if not at or parts[at - 1] != [batch, nth - 1]]
+        spans = [(first, last, *parts[first]) for first, last in pairwise([*heads, len(parts)])]
+        return [Run(batch, range(nth, nth + last - first), first) for first, last, batch, nth in spans]
 
     def places(self, runs: Sequence[Run]) -> list[list[int]]:
         """Where in the wave the parts of each batch stand."""
