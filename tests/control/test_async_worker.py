@@ -371,11 +371,12 @@ def run(engine, step, close_at=None):
     st.sampled_from([0.0, 0.01]),
     st.sampled_from(SETTINGS),
     st.none() | layers,
+    st.sampled_from([0, 1, 3]),
 )
 def test_whatever_the_schedule_forwards_read_what_is_right_and_everything_is_given_back(
-    steps, way, gb_s, settings, close_at
+    steps, way, gb_s, settings, close_at, queues
 ):
-    device = AsyncDevice(LONGEST, gb_s)
+    device = AsyncDevice(LONGEST, gb_s, queues=queues)
     with engine_over(device, way, **settings) as engine:
         for nth, step in enumerate(steps):
             run(engine, step, close_at if nth + 2 == len(steps) else None)

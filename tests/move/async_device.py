@@ -56,16 +56,17 @@ class Turns:
 
 
 class AsyncDevice(HostDevice):
-    """longest: what a stream's queue holds. gb_s: rate of copies of a direction; 0 = as fast as it goes.
+    """longest: what a queue holds. gb_s: rate of copies of a direction; 0 = as fast as it goes.
 
-    patience_s: how long anything may wait before it counts as trouble.
+    patience_s: how long anything may wait before it counts as trouble. queues: of all streams together, each of which
+    is carried out in the order in which it was filled, as if CUDA_DEVICE_MAX_CONNECTIONS were so few; 0 = one a stream.
     """
 
     pci = "0000:00:00.0"
 
-    def __init__(self, longest: int = 1024, gb_s: float = 0.0, patience_s: float = 10.0) -> None:
+    def __init__(self, longest: int = 1024, gb_s: float = 0.0, patience_s: float = 10.0, queues: int = 0) -> None:
         super().__init__()
-        self.gb_s = gb_s
+        self.gb_s, self._most = gb_s, queues
         self.troubles: list[str] = []
         self._longest, self._patience_s = longest, patience_s
         self._driver, self._changed = threading.Lock(), threading.Condition()
@@ -75,7 +76,7 @@ class AsyncDevice(HostDevice):
         """(event, which of its records) that are carried out."""
         self._engines = {kind: Turns() for kind in range(3)}
         self._queues: dict[int, queue.Queue] = {}
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: dict[queue.Queue, threading.Thread] = {}
         self._dropped: list[np.ndarray] = []
         self.compute = self.stream(urgent=False)
         """The stream of the engine's launches."""
@@ -172,16 +173,21 @@ class AsyncDevice(HostDevice):
             return self._has_happened(event, self._recorded[event])
 
     def stream(self, *, urgent: bool) -> int:
-        stream = super().stream(urgent=urgent)
+        stream, users = super().stream(urgent=urgent), Counter(self._queues.values())
+        if self._most and len(users) == self._most:
+            self._queues[stream] = min(users, key=users.__getitem__)
+            return stream
         self._queues[stream] = jobs = queue.Queue(self._longest)
-        thread = self._threads[stream] = threading.Thread(target=self._work, args=(jobs,), name=f"stream-{stream}")
+        thread = self._threads[jobs] = threading.Thread(target=self._work, args=(jobs,), name=f"stream-{stream}")
         thread.start()
         return stream
 
     def drop_stream(self, stream: int) -> None:
         super().drop_stream(stream)
-        self._queues.pop(stream).put(None)
-        self._threads.pop(stream).join()
+        jobs = self._queues.pop(stream)
+        if jobs not in self._queues.values():
+            jobs.put(None)
+            self._threads.pop(jobs).join()
 
     def drop_host_memory(self, address: int) -> None:
         """As a driver does, not while the device may still look at it. Who looks at it later finds other numbers."""

@@ -43,6 +43,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     folder_new: whether disk_path is not there yet; folder_room: what is free there, and what it holds itself. Of vLLM,
     command: whether `vllm` finds its own package; plugin: whether our entry point is there; allowed: whether
     VLLM_PLUGINS lets it in; expandable: whether torch's allocator is set to what vLLM refuses beside connectors.
+    visible, queues: as in `judge_cards`.
     """
 
     python: str = platform.python_version()
@@ -56,6 +57,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: bool = False
     cards: tuple[Card, ...] = ()
     visible: str | None = None
+    queues: str | None = None
     numba: bool = True
     memory_free: int | None = None
     weight_bytes: int | None = 0
@@ -97,6 +99,7 @@ def gather(config_file: Path | None, environ: Mapping[str, str], settings: Seque
         gpu=(Path("/") / DRIVER / "version").exists(),
         cards=cards(cache),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        queues=environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         numba=importlib.util.find_spec("numba") is not None,
         memory_free=memory_free(),
         shm_free=shutil.disk_usage(SHM).free if Path(SHM).is_dir() else None,
@@ -170,7 +173,7 @@ def judge(facts: Facts) -> tuple[Check, ...]:
         _torch(facts),
         _package("transformers", "transformers", facts.transformers, "the embedded engine can't run"),
         judge_vllm(facts.vllm),
-        judge_cards(facts.gpu, facts.cards, facts.visible, facts.numba),
+        judge_cards(facts.gpu, facts.cards, facts.visible, facts.queues, facts.numba),
         _memory(facts),
         _memlock(facts),
         _shm(facts),
