@@ -8,6 +8,7 @@ import pytest
 from loops import interpreter_kept, loop_of, spun
 
 from layercast.errors import DeviceFailed
+from layercast.move.base import Waits
 from layercast.move.costs import Way, only
 from layercast.move.cuda_driver import DEVICE, HOST, PAGEABLE
 from layercast.move.cuda_issue import best_issue, compiled_issue, plain_issue
@@ -364,6 +365,37 @@ def test_a_forward_of_more_launches_than_a_device_queues_gets_its_load(driver):
     assert not thread.is_alive()
     assert torch.equal(torch.stack(seen).cpu(), host)
     mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("way", COSTS)
+@pytest.mark.parametrize("held", range(3))
+def test_a_lane_that_waits_holds_up_no_other(driver, mover, way, held):
+    """Nor do its streams share a hardware queue with theirs: a save waits for its layer, and the next load must not."""
+    mover.prefer(COSTS[way])
+    pools = torch.zeros(3, 1 << 20, dtype=torch.uint8, device="cuda")
+    hosts = torch.zeros(3, 1 << 20, dtype=torch.uint8, pin_memory=True)
+    word, stream = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def submit(nth, after=()):
+        """A load, a save, or a load in the background."""
+        from_, to = (pools, hosts) if nth == 1 else (hosts, pools)
+        at, there = from_[nth].data_ptr(), to[nth].data_ptr()
+        some = pieces_of(*((at + n, there + (n ^ 65536), 65536) for n in range(0, 1 << 20, 65536)))
+        return mover.submit_all([some], after=[after], waits=Waits.NOBODY if nth == 2 else Waits.BUSY)[0]
+
+    for nth in range(3):
+        submit(nth).wait(SOON_S)
+    driver.stream_waits_for_value(stream.cuda_stream, word.data_ptr(), 1)
+    with torch.cuda.stream(stream):
+        late = submit(held, [mover.mark()])
+    try:
+        for nth in {0, 1, 2} - {held}:
+            submit(nth).wait(SOON_S)
+        assert not late.done
+    finally:
+        word[0] = 1
+    late.wait(SOON_S)
 
 
 def test_an_address_the_device_refuses_fails_that_copy_alone(driver, mover):

@@ -11,6 +11,7 @@ from host_device import DeviceMemory, HostDevice
 from test_cuda_mover import Second, mover_of, series_in
 
 from layercast.errors import DeviceFailed
+from layercast.move.base import Waits
 from layercast.move.costs import Direction, Way, only
 from layercast.move.cuda_driver import DEVICE, HOST
 from layercast.testing.move_laws import BRIEF_S, SOON_S, pieces_of
@@ -136,4 +137,28 @@ def test_series_that_go_one_behind_the_other_fail_each_by_itself_if_but_the_last
     again, ends, wanted = series_in(memory, 5, tuple(range(9)))
     mover.submit_all([again])[0].wait(SOON_S)
     assert [memory.read(end, 64) for end in ends] == wanted
+    mover.close(SOON_S)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("held", range(3))
+def test_a_lane_that_waits_holds_up_no_other(device, way, held):
+    """As on a GPU (`test_cuda`), where its streams must share no hardware queue with theirs either."""
+    mover, word = mover_of(device, only(way)), np.zeros(1, np.int32)
+    kinds = [(HOST, DEVICE), (DEVICE, HOST), (HOST, DEVICE)]
+    ends = [(memory.alloc(256), memory.alloc(256)) for memory in (DeviceMemory(device, each) for each in kinds)]
+
+    def submit(nth, after=()):
+        """A load, a save, or a load in the background."""
+        source, target = ends[nth]
+        some = pieces_of(*((source + at, target + (at ^ 32), 32) for at in range(0, 256, 32)))
+        return mover.submit_all([some], after=[after], waits=Waits.NOBODY if nth == 2 else Waits.BUSY)[0]
+
+    device.stream_waits_for_value(device.compute, word.ctypes.data, 1)
+    late = submit(held, [mover.mark()])
+    for nth in {0, 1, 2} - {held}:
+        submit(nth).wait(SOON_S)
+    assert not late.done
+    word[:] = 1
+    late.wait(SOON_S)
     mover.close(SOON_S)
