@@ -53,7 +53,7 @@ ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""CUDA's own 8 unless a case says otherwise; until ed461fd all had 32."""
+"""CUDA's own 8 unless a case says otherwise. Up to ed461fd all had 32, at 87a70fc all but `layercast-8`."""
 LMCACHE = {"LMCACHE_CHUNK_SIZE": "256", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "20"}
 
 

@@ -17,7 +17,7 @@ HIDES_ALL = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that leave no card."""
 CUDAS_OWN = "8"
 """Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise. With 32 hits of 8,192 tokens took 7 to 8 ms
-longer in vLLM, where a process was out of luck."""
+longer in vLLM, in a process that was out of luck."""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def judge_cards(driver: bool, found: Sequence[Card], visible: str | None, queues
         slow = f"{said}; numba is missing, without which Python issues every copy: a third of the link's speed."
         return Check("gpu", Level.WARNING, slow, "pip install numba")
     if queues not in (None, CUDAS_OWN):
-        many = f"{said}; CUDA_DEVICE_MAX_CONNECTIONS = {queues!r}, where CUDA's own {CUDAS_OWN} was quicker on an H200."
+        many = f"{said}; CUDA_DEVICE_MAX_CONNECTIONS = {queues!r}: CUDA's own {CUDAS_OWN} was quicker than 32 (H200)."
         return Check("gpu", Level.NOTE, many, "Unset it, unless something else needs it.")
     return Check("gpu", Level.OK, f"{said}.")
 
