@@ -33,6 +33,8 @@ CASES = {
     "long": Options(what=What.OVERLAP, lengths=((131072, 1024),), brief=True),
     "peer": Options(what=What.PEER),
 }
+ALONE = ("layers", "graph")
+"""The one brings rivals in, the other takes more hardware queues of the process."""
 NO_GPU = 2
 
 
@@ -53,12 +55,12 @@ def main() -> int:
 
 
 def supervise(todo: list[str], given: argparse.Namespace) -> int:
-    """Measure in processes, a new one after each that failed. `layers` brings rivals in, so it has one of its own."""
+    """Measure in processes, a new one after each that failed, and one for each that is ALONE."""
     found: dict[str, object] = {"command": f'python bench/bench_gpu.py --only "{given.only}" --repeats {given.repeats}'}
     keep(found, given.json)
     worst, deadline = 0, time.monotonic() + given.limit
     while todo and time.monotonic() < deadline:
-        group = todo[:1] if todo[0] == "layers" else [name for name in todo if name != "layers"]
+        group = todo[:1] if todo[0] in ALONE else [name for name in todo if name not in ALONE]
         options = ["--json", given.json, "--pictures", given.pictures, "--repeats", str(given.repeats), "--here"]
         command = [sys.executable, __file__, "--only", ",".join(group), *options]
         try:
@@ -88,7 +90,7 @@ def measure(names: list[str], given: argparse.Namespace) -> int:
     """Measure in this process. 1 where something was not bit equal."""
     found, wrong = json.loads(given.json.read_text()) if given.json.exists() else {}, False
     try:
-        machine(1)
+        machine(What.GRAPH if names == ["graph"] else What.LAYERS)
     except Refused as error:
         print(error, file=sys.stderr)
         return NO_GPU

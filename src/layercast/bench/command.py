@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from layercast.bench.ground import Device
 
 PACKAGES = ("torch", "triton", "numba", "vllm", "sglang-kernel", "lmcache")
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Which CUDA reads once, when a device is first used."""
 LENGTHS = ((8192, 2048), (8192, 512), (2048, 256))
 """(cached, new) tokens unless told otherwise."""
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -53,7 +55,7 @@ def lengths_of(texts: list[str]) -> tuple[tuple[int, int], ...]:
 
 def run(options: Options, say: Callable[[str], None], keep: Callable[[Report], object]) -> Report:
     """Measure; `say` hears of every table, `keep` gets the report so far. Raises Refused where there is no GPU."""
-    devices = machine(2 if options.what is What.PEER else 1)
+    devices = machine(options.what)
     began, tables = time.perf_counter(), []
     report = Report(
         command=_command(options), card=_cards(devices), versions=versions(devices[0]), tables=(), took_s=0.0
@@ -67,10 +69,11 @@ def run(options: Options, say: Callable[[str], None], keep: Callable[[Report], o
     return report
 
 
-def machine(least: int) -> "list[Device]":
+def machine(what: What) -> "list[Device]":
     """All devices where more than one is needed, else the first. Raises Refused where there are too few."""
-    # Streams that wait for flags must not share a hardware queue with those that set them.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    least = 2 if what is What.PEER else 1
+    if what is What.GRAPH:  # streams that wait for flags must not share a hardware queue with those that set them
+        os.environ.setdefault(QUEUES, "32")
     if importlib.util.find_spec("torch") is None:
         raise Refused("layercast bench needs torch: pip install '.[transformers]' in the clone")
     import torch
@@ -88,8 +91,9 @@ def machine(least: int) -> "list[Device]":
 
 
 def versions(device: "Device") -> Mapping[str, str]:
-    """Of this package, Python, the drivers, and those of PACKAGES that are installed."""
+    """Of this package, Python, the drivers, and those of PACKAGES that are installed; and how many hardware queues."""
     found = {"layercast": __version__, "python": platform.python_version(), "cuda": str(device.driver.version)}
+    found["hardware queues"] = os.environ.get(QUEUES, "CUDA's own")
     if _DRIVER.is_file():
         words = _DRIVER.read_text().split("Module")[-1].split()
         found["nvidia driver"] = next((word for word in words if word[:1].isdigit()), "unknown")
