@@ -90,7 +90,7 @@ def measure(names: list[str], given: argparse.Namespace) -> int:
     """Measure in this process. 1 where something was not bit equal."""
     found, wrong = json.loads(given.json.read_text()) if given.json.exists() else {}, False
     try:
-        machine(What.GRAPH if names == ["graph"] else What.LAYERS)
+        machine(What.GRAPH if "graph" in names else What.LAYERS)  # what a process has of queues it has for good
     except Refused as error:
         print(error, file=sys.stderr)
         return NO_GPU
