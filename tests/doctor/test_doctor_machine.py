@@ -73,7 +73,7 @@ def test_a_good_machine_has_nothing_but_ok():
         ("gpu", {"gpu": True, "cards": (H200,), "visible": ""}, Level.WARNING, "hides them"),
         ("gpu", {"gpu": True, "cards": (H200,), "visible": "0"}, Level.OK, "1 x NVIDIA H200"),
         ("gpu", {"gpu": True, "cards": (H200,), "queues": "32"}, Level.NOTE, "CUDA_DEVICE_MAX_CONNECTIONS = '32'"),
-        ("gpu", {"gpu": True, "cards": (H200,), "queues": "1"}, Level.NOTE, "1 or 2 copies hold up one another"),
+        ("gpu", {"gpu": True, "cards": (H200,), "queues": "1"}, Level.NOTE, "1 or 2 copies hold up others"),
         ("gpu", {"gpu": True, "cards": (H200,), "queues": "8"}, Level.OK, "1 x NVIDIA H200"),
         ("gpu", {"gpu": True, "queues": "32"}, Level.WARNING, "no card is given"),
         ("gpu", {"gpu": True, "cards": (H200,), "numba": False}, Level.WARNING, "numba is missing"),

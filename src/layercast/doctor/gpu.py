@@ -17,7 +17,9 @@ HIDES_ALL = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that leave no card."""
 CUDAS_OWN = "8"
 """Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise. With 32 hits of 8,192 tokens took 7 to 8 ms
-longer in vLLM, in a process that was out of luck; with 1 and 2 a load waits behind a save that waits for its layer."""
+longer in vLLM, in a process that was out of luck; with 1 and 2 what is staged waits behind a save that waits for its
+layer."""
+FEW = ("1", "2")
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -89,8 +91,8 @@ def judge_cards(driver: bool, found: Sequence[Card], visible: str | None, queues
         slow = f"{said}; numba is missing, without which Python issues every copy: a third of the link's speed."
         return Check("gpu", Level.WARNING, slow, "pip install numba")
     if queues not in (None, CUDAS_OWN):
-        than = "of 1 or 2 copies hold up one another" if queues in ("1", "2") else f"CUDA's own {CUDAS_OWN} are quicker"
-        other = f"{said}; CUDA_DEVICE_MAX_CONNECTIONS = {queues!r}: {than} (H200)."
+        why = "with 1 or 2 copies hold up others" if queues in FEW else f"CUDA's own {CUDAS_OWN} were quicker than 32"
+        other = f"{said}; CUDA_DEVICE_MAX_CONNECTIONS = {queues!r}: {why} (H200)."
         return Check("gpu", Level.NOTE, other, "Unset it, unless something else needs it.")
     return Check("gpu", Level.OK, f"{said}.")
 

@@ -17,11 +17,11 @@ COPY_US, LAUNCH_US = 0.3, 10.0
 
 To hand a copy over keeps the driver to itself for 0.9 us, of which others lose a part: a thread that launches waits
 for the call under way, 128 copies. On an H200 a launch took 81 us beside 16,384 copies of 64 KiB, else 7. What is
-staged goes in few calls, and makes a raw forward that waits for it 1 to 3 % slower than by the engine. Hits of 8,192
-scattered tokens and 512 new ones in vLLM, staged and by the engine: on two quick hosts 26.6 and 25.4 ms, 26.5 and 25.4,
-on a slow one 28.6 and 31.0 while staging still took three streams. Longest step of 32 that decode beside them: 41 and
-47 ms. Saves beside matrix products kept 0.95 of a contiguous copy's rate staged, 0.84 by the engine; on a slow host
-0.89 and 0.90."""
+staged goes in few calls, and makes a raw forward that waits for it 1 to 4 % slower than by the engine. Hits of 8,192
+scattered tokens and 512 new ones in vLLM, staged and by the engine: 25.8 and 25.6 ms; with 32 hardware queues on two
+quick hosts 26.6 and 25.4, 26.5 and 25.4, on a slow one 28.6 and 31.0 while staging still took three streams, and the
+longest step of 32 that decode beside them 41 and 47. Saves beside matrix products kept 0.95 of a contiguous copy's rate
+staged, 0.84 by the engine; on a slow host 0.89 and 0.90."""
 SHARE, EDGE = 1.05, 1.25
 """What staging counts for of its time, and the kernel over a link: their programs take the model's place on the device.
 From an H200 such a kernel made matrix products 30 % slower, what is staged 2 % more than a contiguous copy did, and to
