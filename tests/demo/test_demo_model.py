@@ -102,6 +102,18 @@ print(tokenizer.decode(out[0][ids["input_ids"].shape[1]:]))
     assert "Paris" in ran.stdout
 
 
+@pytest.mark.parametrize(("slow_s", "turns"), [(0.003, 40), (0.05, 4), (0.4, 1)])
+def test_which_elements_are_quicker_is_asked_by_turns_and_no_longer_than_it_takes_to_tell(slow_s, turns):
+    asked = []
+
+    def seconds_of(name):
+        asked.append(name)
+        return {"float32": 0.001, "bfloat16": slow_s}[name]
+
+    assert model.quickest(("bfloat16", "float32"), seconds_of) == "float32"
+    assert asked == ["bfloat16", "float32"] * turns
+
+
 @pytest.mark.parametrize(("dtype", "need"), [("bfloat16", 24 << 20), ("float32", 48 << 20)])
 def test_a_slab_in_which_the_prompt_does_not_fit_is_refused_with_what_would(dtype, need):
     tokens_kv = 1_024 * 30 * 2 * 3 * 64 * (need >> 20) // 12
