@@ -33,7 +33,7 @@ NEED_BYTES = 320 << 20
 KV_BYTES = 12 << 20
 """What the KV of one of the demo's prompts takes, for each byte of an element: 1,024 tokens, 30 layers, 3 heads."""
 PROBE_TURNS, PROBE_S = 40, 0.2
-"""How often two kinds of elements are multiplied to see which is quicker, and seconds after which that is enough."""
+"""Most turns of multiplying two kinds of elements to see which is quicker, and seconds after which none begins."""
 FORM = 1
 """Raised when the conversion writes something else, so that older folders are not taken for it."""
 
@@ -151,7 +151,7 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]
 
 
 def quicker_dtype() -> str:
-    """bfloat16 where this CPU multiplies it faster than float32, else float32; measured on a layer's MLP (~0.1 s)."""
+    """bfloat16 where this CPU multiplies it faster than float32, else float32; measured on a layer's MLP."""
     import torch
 
     def product_s(name: str) -> float:
@@ -166,7 +166,7 @@ def quicker_dtype() -> str:
 def quickest(names: Sequence[str], seconds_of: Callable[[str], float]) -> str:
     """Whose least time is the least; asked by turns, so that another program's burst of work hits all.
 
-    No turn begins once PROBE_S are spent: where a CPU only imitates a kind of elements, one turn takes long enough.
+    Where a CPU only imitates a kind of elements one turn takes more than PROBE_S, and tells enough.
     """
     best, spent = dict.fromkeys(names, float("inf")), 0.0
     for _ in range(PROBE_TURNS):

@@ -17,9 +17,9 @@ HIDES_ALL = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that leave no card."""
 CUDAS_OWN = "8"
 """Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise. With 32 hits of 8,192 tokens took 7 to 8 ms
-longer in vLLM, in a process that was out of luck; with 1 and 2 what is staged waits behind a save that waits for its
-layer."""
+longer in vLLM, in a process that was out of luck."""
 FEW = ("1", "2")
+"""Hardware queues with which what is staged was seen to wait behind a save that waits for its layer."""
 
 
 class Card(msgspec.Struct, frozen=True):
